@@ -1,0 +1,30 @@
+# make demo   train, fine-tune and sample a small GPT on two processes
+# make test   lint, types and tests against the installed wheels
+#
+# Both set up .venv first. Variables: PYTHON (3.11 or newer), PYTEST_ARGS, DEMO_ARGS.
+
+PYTHON ?= python3
+PYTEST_ARGS ?= -n 2
+BIN := .venv/bin
+
+.DEFAULT_GOAL := test
+.PHONY: setup demo test lint clean
+
+setup:
+	@$(PYTHON) tools/make_venv.py
+
+demo: setup
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# PYTHONSAFEPATH keeps the checkout off sys.path, here and in the processes that the tests start, so that the
+# installed wheels are tested. Two pytest workers each start groups of processes: one thread for each.
+test: lint
+	PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
