@@ -1,0 +1,151 @@
+"""The scan for installed plugins: entry points, then manifests; no plugin code is executed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thunder_xform.errors import DiscoveryError, XformError
+from thunder_xform.manifest import Manifest
+from thunder_xform.registry._files import package_directories
+from thunder_xform.registry._record import Record, normalize
+
+if TYPE_CHECKING:
+    from importlib_metadata import Distribution
+
+__all__ = ["GROUP", "scan"]
+
+#: The entry-point group in which distributions announce their manifests.
+GROUP = "thunder_xform.plugins"
+
+
+def scan() -> tuple[Record, ...]:
+    """A record for every plugin announced by an installed distribution, sorted by name, then distribution.
+
+    Whatever is wrong with one distribution is kept in its own records and never spoils the others.
+    """
+    installed: dict[str, list[Distribution]] = defaultdict(list)
+    for distribution in _announcing():
+        try:
+            name = distribution.metadata["Name"] or ""
+        except Exception:
+            name = ""
+        installed[normalize(name)].append(distribution)
+    records = [
+        record
+        for name, copies in installed.items()
+        for record in (_records(copies) if name else map(_nameless, copies))
+    ]
+    return tuple(sorted(records, key=lambda record: (record.name, normalize(record.distribution), record.version)))
+
+
+def _announcing() -> Iterator[Distribution]:
+    """The distributions that mention the group; reading the raw text keeps the parser away from all the others."""
+    import importlib_metadata
+
+    for distribution in importlib_metadata.distributions():
+        try:
+            text = distribution.read_text("entry_points.txt")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text and GROUP in text:
+            yield distribution
+
+
+def _records(copies: list[Distribution]) -> list[Record]:
+    """The records of one distribution; `copies` has each of its installations, in the order of ``sys.path``."""
+    first = copies[0]
+    name, version = first.metadata["Name"], first.version or "?"
+    places = {(copy.version, str(copy.locate_file(""))) for copy in copies}
+    stale = sorted(v for v, place in places if place == str(first.locate_file("")))
+    shadowed = tuple(sorted(f"{v} in {place}" for v, place in places if place != str(first.locate_file(""))))
+    if len(stale) > 1:
+        error = DiscoveryError(
+            f"{name} is installed in versions {' and '.join(stale)} at once, in one directory.",
+            f"Reinstall it: pip install --force-reinstall {name}",
+            distribution=name,
+            version=" and ".join(stale),
+        )
+        names = sorted({point.name for copy in copies for point in _entry_points(copy)} or {name})
+        return [Record(name=n, distribution=name, version=error.version, error=error) for n in names]
+    try:
+        points = list(_entry_points(first))
+    except Exception as cause:
+        error = DiscoveryError(
+            f"{name} {version}: entry_points.txt cannot be parsed ({type(cause).__name__}: {cause}).",
+            f"Reinstall it, or report it to its author: pip install --force-reinstall {name}",
+            distribution=name,
+            version=version,
+        )
+        return [Record(name=name, distribution=name, version=version, error=error)]
+    return [replace(_record(p.name, p.value, name, version), shadowed=shadowed) for p in points]
+
+
+def _entry_points(distribution: Distribution) -> Iterator[Any]:
+    return (point for point in distribution.entry_points if point.group == GROUP)
+
+
+def _record(name: str, value: str, distribution: str, version: str) -> Record:
+    package, _, filename = (part.strip() for part in value.partition(":"))
+    directories = package_directories(package)
+    record = Record(name=name, distribution=distribution, version=version, entry_point=value)
+    try:
+        path = _manifest_path(record, package, filename, directories)
+        manifest = Manifest.read(path, file=f"{package}/{filename}", distribution=record.origin)
+        if manifest.name != name:
+            raise _fault(
+                record,
+                f"the entry point is called {name!r}, but `name` in {package}/{filename} is {manifest.name!r}",
+                "Give both the same name",
+            )
+    except XformError as error:
+        return replace(record, error=error)
+    return replace(record, manifest=manifest, packages=_packages(package, manifest))
+
+
+def _manifest_path(record: Record, package: str, filename: str, directories: tuple[Path, ...]) -> Path:
+    if not filename:
+        remedy = 'Write it as "package:manifest.toml"'
+        raise _fault(record, f"the entry point {record.entry_point!r} names no manifest", remedy)
+    if not directories:
+        remedy = f"Reinstall it: pip install --force-reinstall {record.distribution}"
+        raise _fault(record, f"the package {package!r} is not importable", remedy)
+    for directory in directories:
+        if (path := directory / filename).is_file():
+            return path
+    raise _fault(
+        record,
+        f"the package {package!r} contains no file {filename!r}",
+        "Ship the manifest as package data, or reinstall the distribution",
+    )
+
+
+def _fault(record: Record, problem: str, remedy: str) -> DiscoveryError:
+    return DiscoveryError(
+        f"{record.origin}, entry point {record.name!r}: {problem}.",
+        f"{remedy}.",
+        distribution=record.distribution,
+        version=record.version,
+        entry_point=record.entry_point,
+    )
+
+
+def _packages(package: str, manifest: Manifest) -> tuple[Path, ...]:
+    """Where all code of the plugin lives: the entry point's top-level package and those of its classes."""
+    targets = (package, manifest.plugin or package, manifest.options or package)
+    tops = dict.fromkeys(target.partition(":")[0].partition(".")[0] for target in targets)
+    return tuple(directory for top in tops for directory in package_directories(top))
+
+
+def _nameless(distribution: Distribution) -> Record:
+    place = str(distribution.locate_file(""))
+    error = DiscoveryError(
+        f"a distribution in {place} announces plugins, but its metadata has no readable name.",
+        "Remove its remains from that directory, and install it again.",
+        distribution="",
+        version="",
+    )
+    return Record(name="?", distribution="?", version="?", error=error)

@@ -1,0 +1,151 @@
+"""From a request to a resolution, without importing plugin code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from thunder_xform.errors import (
+    ConflictError,
+    DuplicateRequestError,
+    ManifestError,
+    UnknownNameError,
+    UnknownOptionError,
+    closest,
+    spell,
+)
+from thunder_xform.manifest import Manifest
+from thunder_xform.registry._catalog import Catalog
+from thunder_xform.registry._checks import check_conflicts, check_effects, check_exclusive
+from thunder_xform.registry._options import read_options
+from thunder_xform.registry._order import Graph
+from thunder_xform.registry._record import Record
+from thunder_xform.registry._request import Wish, canonical, read_request
+from thunder_xform.registry._resolution import Resolution
+from thunder_xform.registry._select import Selection
+from thunder_xform.registry._step import Step
+
+__all__ = ["make_plan"]
+
+
+def make_plan(
+    request: object,
+    catalog: Catalog,
+    options: Mapping[str, Mapping[str, Any]] | None,
+    edges: Iterable[tuple[str, str]],
+) -> Resolution:
+    """The resolution of `request` among the plugins of `catalog`. Raises a `ResolutionError` as `plan` documents."""
+    wishes = read_request(request, catalog)
+    selection = Selection(wishes, catalog)
+    given = _given(options or {}, wishes, selection)
+    presets = _presets(selection)
+    steps = []
+    for name, (record, manifest) in selection.plugins.items():
+        wish = wishes.get(name, Wish(name))
+        values = {**presets.get(name, {}), **wish.options, **given.get(name, {})}
+        for key in wish.defaulted - presets.get(name, {}).keys():
+            del values[key]
+        _check_names(record, manifest, values)
+        steps.append(
+            Step(
+                name=name,
+                distribution=record.distribution,
+                version=record.version,
+                entry_point=record.entry_point,
+                manifest=manifest,
+                options=dict(sorted(values.items())),
+                reason=selection.reason(name),
+                instance=wish.instance,
+                packages=record.packages,
+            )
+        )
+    user_edges = tuple((str(first), str(then)) for first, then in edges)
+    for pattern in (pattern for pair in user_edges for pattern in pair):
+        if not catalog.means_something(pattern):
+            raise catalog.unknown(pattern)
+    check_conflicts(steps)
+    check_exclusive(steps)
+    graph = Graph(steps, user_edges)
+    order = graph.order()
+    check_effects(steps, graph)
+    return Resolution(tuple(sorted(steps, key=lambda step: order.index(step.name))), user_edges)
+
+
+def _given(
+    options: Mapping[str, Mapping[str, Any]], wishes: Mapping[str, Wish], selection: Selection
+) -> dict[str, dict[str, Any]]:
+    """The ``options=`` argument, after checking that it fits the request."""
+    for name, values in options.items():
+        if name in selection.bundles:
+            members = spell(selection.bundles[name][1].requires)
+            raise UnknownNameError(
+                f"options are given for {name!r}, which is a bundle and has none of its own.",
+                f"Give them for what it stands for: {members}.",
+                name=name,
+                known=tuple(selection.plugins),
+            )
+        if name not in selection.plugins:
+            raise UnknownNameError(
+                f"options are given for {name!r}, which is not in the pipeline."
+                + closest(name, selection.plugins),
+                f"It consists of {spell(selection.plugins)}." if selection.plugins else "It is empty.",
+                name=name,
+                known=tuple(selection.plugins),
+            )
+        wish = wishes.get(name, Wish(name))
+        for key, value in values.items():
+            old = wish.options.get(key, value)
+            if wish.instance is not None or canonical(value) != old:
+                held = f"{old!r} in the request" if wish.instance is None else "set by the plugin instance"
+                raise DuplicateRequestError(
+                    f"the option {key!r} of {name!r} is {held} and {value!r} in options=.",
+                    "Give it in one place.",
+                    name=name,
+                    option=key,
+                )
+    return {name: canonical(dict(values)) for name, values in options.items()}
+
+
+def _presets(selection: Selection) -> dict[str, dict[str, Any]]:
+    """The defaults that bundles set for other plugins, checked against those plugins' options."""
+    presets: dict[str, dict[str, Any]] = {}
+    source: dict[tuple[str, str], Record] = {}
+    for bundle, manifest in selection.bundles.values():
+        for name, values in manifest.defaults.items():
+            if name not in selection.plugins:
+                continue
+            _check_preset(bundle, *selection.plugins[name], values)
+            for key, value in canonical(dict(values)).items():
+                other = source.setdefault((name, key), bundle)
+                if presets.setdefault(name, {}).setdefault(key, value) != value:
+                    claims = tuple(f"{b.origin}: defaults.{name}.{key}" for b in (other, bundle))
+                    raise ConflictError(
+                        f"{other.name!r} presets {key} = {presets[name][key]!r} for {name!r}, "
+                        f"and {bundle.name!r} presets {value!r} [{'; '.join(claims)}].",
+                        f"Leave out one of them, or request {name!r}'s members yourself.",
+                        names=(other.name, bundle.name),
+                        claims=claims,
+                    )
+    return presets
+
+
+def _check_preset(bundle: Record, record: Record, manifest: Manifest, values: Mapping[str, Any]) -> None:
+    try:
+        _check_names(record, manifest, values)
+    except UnknownOptionError as error:
+        raise ManifestError(
+            f"`defaults.{record.name}` sets {error.option!r}, but {error.problem}",
+            error.remedy,
+            file=bundle.entry_point,
+            field=f"defaults.{record.name}",
+            distribution=bundle.origin,
+        ) from None
+
+
+def _check_names(record: Record, manifest: Manifest, values: Mapping[str, Any]) -> None:
+    """Raise `UnknownOptionError` for a name that the options class, read from its source, does not have."""
+    fields = read_options(manifest.options) if manifest.options else ()
+    for key in values:
+        unreadable = fields is None and isinstance(key, str) and key.isidentifier()
+        if not unreadable and key not in (known := [field.name for field in fields or ()]):
+            raise UnknownOptionError(plugin=record.name, distribution=record.origin, option=str(key), known=known)

@@ -1,0 +1,121 @@
+"""Which plugins a request brings in: what it names, what those require, and what they want and is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from thunder_xform.errors import MissingRequirementError, XformError, spell
+from thunder_xform.manifest import Manifest
+from thunder_xform.registry._catalog import Catalog
+from thunder_xform.registry._record import Record
+
+__all__ = ["Selection"]
+
+
+class Selection:
+    """The closed set of plugins and bundles; the outcome does not depend on the order of `names`.
+
+    Raises:
+        UnknownNameError, DeniedError, ...: a requested name is not usable.
+        MissingRequirementError: a requirement has no usable provider, or several.
+    """
+
+    def __init__(self, names: Iterable[str], catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._chosen: dict[str, tuple[Record, Manifest]] = {}
+        self._requested = frozenset(names)
+        for name in sorted(self._requested):
+            self._add(name)
+        self._close()
+        while wanted := self._next_wanted():
+            self._add(wanted)
+            self._close()
+
+    @property
+    def plugins(self) -> dict[str, tuple[Record, Manifest]]:
+        """The steps to be, by sorted name."""
+        return {name: entry for name, entry in sorted(self._chosen.items()) if not entry[1].is_bundle}
+
+    @property
+    def bundles(self) -> dict[str, tuple[Record, Manifest]]:
+        """The bundles that were replaced by what they require, by sorted name."""
+        return {name: entry for name, entry in sorted(self._chosen.items()) if entry[1].is_bundle}
+
+    def reason(self, name: str) -> str:
+        """``requested``, ``required by X`` or ``wanted by X``."""
+        if name in self._requested:
+            return "requested"
+        manifest = self._chosen[name][1]
+        for field, verb in (("requires", "required"), ("wants", "wanted")):
+            for other, (_, declaring) in sorted(self._chosen.items()):
+                if other != name and any(map(manifest.matches, getattr(declaring, field))):
+                    return f"{verb} by {other}"
+        raise AssertionError(name)
+
+    def _add(self, name: str) -> None:
+        if name not in self._chosen:
+            self._chosen[name] = self._catalog.get(name)
+
+    def _close(self) -> None:
+        """Pull in requirements: names first, then capabilities with one provider, until nothing is missing."""
+        while missing := list(self._missing("requires")):
+            named = [pattern for _, pattern in missing if self._catalog.usable(pattern)]
+            single = [found[0] for _, pattern in missing if len(found := self._catalog.matching(pattern)) == 1]
+            if not (named or single):
+                raise self._unmet(*missing[0])
+            for name in named or single[:1]:
+                self._add(name)
+
+    def _missing(self, field: str) -> Iterator[tuple[str, str]]:
+        """The ``(plugin, pattern)`` pairs that nothing else chosen meets, in canonical order."""
+        for name, (_, manifest) in sorted(self._chosen.items()):
+            for pattern in sorted(getattr(manifest, field)):
+                if not any(other != name and m.matches(pattern) for other, (_, m) in self._chosen.items()):
+                    yield name, pattern
+
+    def _next_wanted(self) -> str | None:
+        for _, pattern in self._missing("wants"):
+            found = (pattern,) if self._catalog.find(pattern) else self._catalog.matching(pattern)
+            if len(found) == 1 and found[0] not in self._chosen and self._attainable(found[0], set()):
+                return found[0]
+        return None
+
+    def _attainable(self, name: str, seen: set[str]) -> bool:
+        """Whether `name` and all it requires could be pulled in."""
+        if name in self._chosen or name in seen:
+            return True
+        if not self._catalog.usable(name):
+            return False
+        seen.add(name)
+        for pattern in self._catalog.get(name)[1].requires:
+            if any(m.matches(pattern) for _, m in self._chosen.values()):
+                continue
+            found = (pattern,) if self._catalog.find(pattern) else self._catalog.matching(pattern)
+            if len(found) != 1 or not self._attainable(found[0], seen):
+                return False
+        return True
+
+    def _unmet(self, name: str, pattern: str) -> XformError:
+        record = self._chosen[name][0]
+        what = f"{name!r} requires {pattern!r} [{record.origin}: requires]"
+        unusable = self._catalog.find(pattern)
+        candidates = self._catalog.matching(pattern)
+        cause = unusable.error if unusable else None
+        if cause is not None:
+            problem, remedy = f"{what}, which cannot be used: {cause.problem}", cause.remedy
+        elif candidates:
+            problem = f"{what}, which {spell(candidates)} provide."
+            remedy = f"Add the one you want to the request: {spell(candidates, 'or')}."
+        elif "." in pattern:
+            problem, remedy = f"{what}, which no installed plugin provides.", "Install a plugin that provides it."
+        else:
+            problem = f"{what}, which is not installed."
+            remedy = f"Install it: pip install thunder-xform-{pattern.replace('_', '-')}"
+        return MissingRequirementError(
+            problem,
+            remedy,
+            plugin=name,
+            distribution=record.distribution,
+            requirement=pattern,
+            candidates=candidates,
+        )
