@@ -1,7 +1,7 @@
 """The errors of thunder-xform.
 
-Every error says in its first sentence what is wrong, with the actual names and values, and in its second what to
-do about it.  The facts behind the sentences are attributes, so that a program never has to parse a message.
+Every error says in its first sentence what is wrong, with the actual names and values, and in its second
+what to do about it.  The facts behind the sentences are attributes: no program has to parse a message.
 Errors are immutable and picklable: they cross process boundaries when ranks compare notes.
 """
 
@@ -100,7 +100,9 @@ class ManifestError(XformError):
     field: str
     distribution: str
 
-    def __init__(self, problem: str, remedy: str, *, file: str, field: str = "", distribution: str = "") -> None:
+    def __init__(
+        self, problem: str, remedy: str, *, file: str, field: str = "", distribution: str = ""
+    ) -> None:
         where = f"{file} of {distribution}" if distribution else file
         super().__init__(f"{where}: {problem}", remedy, file=file, field=field, distribution=distribution)
 
@@ -248,7 +250,7 @@ class RequestSyntaxError(ResolutionError):
 class LoadError(XformError):
     """The code of a requested plugin cannot be imported or instantiated; the cause is chained.
 
-    Attributes: ``plugin``, ``distribution``, ``version``, ``entry_point``, ``target`` (``"module:attribute"``).
+    Attributes: ``plugin``, ``distribution``, ``version``, ``entry_point``, ``target`` (``"module:Class"``).
     """
 
     plugin: str
@@ -259,7 +261,10 @@ class LoadError(XformError):
 
 
 class OptionError(XformError):
-    """A value that an option does not take. Attributes: ``plugin``, ``distribution``, ``option``, ``value`` (its repr)."""
+    """A value that an option does not take.
+
+    Attributes: ``plugin``, ``distribution``, ``option``, ``value`` (its repr).
+    """
 
     plugin: str
     distribution: str
@@ -288,7 +293,7 @@ class VerificationError(XformError):
     ) -> None:
         super().__init__(
             f"{plugin!r} [{distribution}] broke an invariant in {hook}: {detail.rstrip('.')}.",
-            "This is a fault of the plugin: report it there; the traces are in this error's `before` and `after`.",
+            "Report it to the plugin's authors, with the traces in this error's `before` and `after`.",
             plugin=plugin,
             distribution=distribution,
             hook=hook,

@@ -32,9 +32,9 @@ class Effects:
 class Manifest:
     """The declarations of one plugin, or of a bundle (a manifest without ``plugin``).
 
-    *Names* are lower-case identifiers.  *Capabilities* are dotted (``parallel.shard``).  An *edge* names either, or
-    all capabilities below a prefix (``weights.*``).  A bundle stands for the plugins it requires and may preset
-    their options; it is replaced by them and is no step of its own.
+    *Names* are lower-case identifiers.  *Capabilities* are dotted (``parallel.shard``).  An *edge* names
+    either, or all capabilities below a prefix (``weights.*``).  A bundle stands for the plugins it requires and
+    may preset their options; it is replaced by them and is no step of its own.
     """
 
     schema: int = SCHEMA
@@ -58,7 +58,7 @@ class Manifest:
     after: tuple[str, ...] = ()
     #: Order only: where present, these run later.
     before: tuple[str, ...] = ()
-    #: These may not be in the same pipeline. A capability that the plugin itself provides means "at most one provider".
+    #: These may not be in the same pipeline. One's own capability here means "at most one provider".
     conflicts: tuple[str, ...] = ()
     #: The author's claim that the order against these does not matter, although the effects overlap.
     commutes: tuple[str, ...] = ()
@@ -126,10 +126,11 @@ _EDGE = (
 )
 _TARGET = (re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"), "'module:Class'")
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_SPECIFIER = re.compile(r"\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*(,\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*)*")
+_SPECIFIER = re.compile(
+    r"\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*(,\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*)*"
+)
 _Form = tuple[re.Pattern[str], str]
 
-_EDGE_FIELDS = ("requires", "wants", "after", "before", "conflicts", "commutes")
 _FIELDS = tuple(Manifest.__dataclass_fields__)
 _BUNDLE_FIELDS = ("schema", "name", "summary", "requires", "defaults", "host")
 
@@ -156,7 +157,11 @@ class _Reader:
         if bundle:
             self._check_bundle()
         elif "defaults" in self._table:
-            self._fail("defaults", "`defaults` presets other plugins' options, which only a bundle may.", "Remove it.")
+            self._fail(
+                "defaults",
+                "`defaults` presets other plugins' options, which only a bundle may.",
+                "Remove it.",
+            )
         return Manifest(
             name=name,
             summary=self._text("summary", (re.compile(r"[^\n]*"), "one line of text")) or "",
@@ -164,7 +169,12 @@ class _Reader:
             options=self._text("options", _TARGET),
             stage=None if bundle else self._stage(),
             provides=self._names(self._table, "provides", _CAPABILITY),
-            **{name: self._names(self._table, name, _EDGE) for name in _EDGE_FIELDS},
+            requires=self._names(self._table, "requires", _EDGE),
+            wants=self._names(self._table, "wants", _EDGE),
+            after=self._names(self._table, "after", _EDGE),
+            before=self._names(self._table, "before", _EDGE),
+            conflicts=self._names(self._table, "conflicts", _EDGE),
+            commutes=self._names(self._table, "commutes", _EDGE),
             effects=self._effects(),
             exclusive=self._exclusive(),
             host=self._host(),
@@ -174,7 +184,7 @@ class _Reader:
     def _check_bundle(self) -> None:
         for key in self._table:
             if key not in _BUNDLE_FIELDS:
-                remedy = f"Add `plugin = \"module:Class\"`, or keep to {spell(_BUNDLE_FIELDS)}."
+                remedy = f'Add `plugin = "module:Class"`, or keep to {spell(_BUNDLE_FIELDS)}.'
                 self._fail(key, f"`{key}` has no meaning without `plugin` (a bundle).", remedy)
         if not self._table.get("requires"):
             remedy = 'Add `plugin = "module:Class"`, or `requires` for a bundle.'
@@ -205,14 +215,18 @@ class _Reader:
             if not _DISTRIBUTION.fullmatch(key):
                 self._fail(f"host.{key}", f"`host` has the key {key!r}.", "Name a distribution, or 'python'.")
             if not isinstance(value, str) or not _SPECIFIER.fullmatch(value):
-                self._fail(f"host.{key}", self._is(f"host.{key}", value), "Give a specifier such as '>=0.2.6,<0.3'.")
+                self._fail(
+                    f"host.{key}", self._is(f"host.{key}", value), "Give a specifier such as '>=0.2.6,<0.3'."
+                )
         return dict(table)
 
     def _defaults(self) -> dict[str, dict[str, Any]]:
         table = self._subtable("defaults")
         for key, value in table.items():
             if not isinstance(value, dict):
-                self._fail(f"defaults.{key}", self._is(f"defaults.{key}", value), f"Write a table [defaults.{key}].")
+                self._fail(
+                    f"defaults.{key}", self._is(f"defaults.{key}", value), f"Write a table [defaults.{key}]."
+                )
         return {key: dict(value) for key, value in table.items()}
 
     def _text(self, key: str, form: _Form) -> str | None:
@@ -241,7 +255,9 @@ class _Reader:
         for key in table:
             if key not in known:
                 name = prefix + key
-                self._fail(name, f"`{name}` is no field of a manifest.{closest(key, known)}", f"Use {spell(known)}.")
+                self._fail(
+                    name, f"`{name}` is no field of a manifest.{closest(key, known)}", f"Use {spell(known)}."
+                )
 
     @staticmethod
     def _is(key: str, value: object) -> str:

@@ -1,6 +1,6 @@
 """Names to pipelines: discovery, ordering, explanation and locking of plugins.
 
-Nothing here imports torch, Thunder or a plugin's code, except `resolve`, for the plugins that it was asked for.
+Nothing here imports torch, Thunder or a plugin's code, except `resolve`, for the plugins it was asked for.
 """
 
 from __future__ import annotations

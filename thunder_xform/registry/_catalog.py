@@ -59,7 +59,10 @@ class Catalog:
         return tuple(
             name
             for name, record in self._by_name.items()
-            if self.usable(name) and record.manifest and not record.manifest.is_bundle and record.manifest.matches(pattern)
+            if self.usable(name)
+            and record.manifest
+            and not record.manifest.is_bundle
+            and record.manifest.matches(pattern)
         )
 
     def means_something(self, pattern: str) -> bool:

@@ -31,7 +31,7 @@ def check_conflicts(steps: Sequence[Step]) -> None:
 
 
 def check_exclusive(steps: Sequence[Step]) -> None:
-    """Raise `ConflictError` if two steps occupy one resource, identified by equal values of the listed options."""
+    """Raise `ConflictError` if two steps occupy one resource: the options that identify it are equal."""
     for a, b in combinations(steps, 2):
         for resource in sorted(a.manifest.exclusive.keys() & b.manifest.exclusive.keys()):
             options_a, options_b = a.manifest.exclusive[resource], b.manifest.exclusive[resource]
@@ -41,14 +41,17 @@ def check_exclusive(steps: Sequence[Step]) -> None:
                     f"{step.origin}: exclusive = {{{resource!r} = {list(options)!r}}}"
                     for step, options in ((a, options_a), (b, options_b))
                 )
-                settings = ", ".join(f"{name} = {value!r}" for name, value in zip(options_a, values_a, strict=True))
+                settings = ", ".join(
+                    f"{name} = {value!r}" for name, value in zip(options_a, values_a, strict=True)
+                )
                 with_settings = f" with the same {settings}" if settings else ""
                 remedy = _drop_one(a, b)
                 if options_a or options_b:
                     names = spell(sorted({*options_a, *options_b}), "or")
                     remedy = f"Give them different values of {names}, or leave one of them out."
+                both = f"{a.name!r} and {b.name!r} both occupy"
                 raise ConflictError(
-                    f"{a.name!r} and {b.name!r} both occupy {resource!r}{with_settings} [{'; '.join(claims)}].",
+                    f"{both} {resource!r}{with_settings} [{'; '.join(claims)}].",
                     remedy,
                     names=(a.name, b.name),
                     claims=claims,
@@ -56,19 +59,19 @@ def check_exclusive(steps: Sequence[Step]) -> None:
 
 
 def check_effects(steps: Sequence[Step], graph: Graph) -> None:
-    """Raise `UnorderedEffectsError` if effects of two steps clash that no stage, edge or ``commutes`` claim settles."""
+    """Raise `UnorderedEffectsError` if effects clash that no stage, edge or ``commutes`` claim settles."""
     for a, b in combinations(steps, 2):
         clashes = tuple(_clashes(a.manifest.effects, b.manifest.effects))
         if not clashes or _commute(a, b) or graph.path(a.name, b.name) or graph.path(b.name, a.name):
             continue
-        shown = spell(
-            f"{a.name!r} {va} {ea!r} [{a.origin}: effects.{va}] and {b.name!r} {vb} {eb!r} [{b.origin}: effects.{vb}]"
-            for (va, ea), (vb, eb) in clashes[:1]
+        shown = (
+            f"{step.name!r} {verb} {state!r} [{step.origin}: effects.{verb}]"
+            for step, (verb, state) in zip((a, b), clashes[0], strict=True)
         )
         raise UnorderedEffectsError(
-            f"nothing orders {a.name!r} and {b.name!r}, although {shown}.",
-            f"Say which comes first, for example edges=[({a.name!r}, {b.name!r})]; their authors can settle it with "
-            f"`after`, `before` or `commutes`.",
+            f"nothing orders {a.name!r} and {b.name!r}, although {spell(shown)}.",
+            f"Say which comes first, for example edges=[({a.name!r}, {b.name!r})]; their authors can "
+            "settle it with `after`, `before` or `commutes`.",
             names=(a.name, b.name),
             effects=tuple((ea, eb) for (_, ea), (_, eb) in clashes),
         )
@@ -84,7 +87,9 @@ def _clashes(a: Effects, b: Effects) -> Iterator[tuple[tuple[str, str], tuple[st
 
 
 def _commute(a: Step, b: Step) -> bool:
-    return any(map(b.manifest.matches, a.manifest.commutes)) or any(map(a.manifest.matches, b.manifest.commutes))
+    return any(map(b.manifest.matches, a.manifest.commutes)) or any(
+        map(a.manifest.matches, b.manifest.commutes)
+    )
 
 
 def _same(a: object, b: object) -> bool:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from thunder_xform.errors import DiscoveryError, XformError
 from thunder_xform.manifest import Manifest
@@ -39,11 +39,13 @@ def scan() -> tuple[Record, ...]:
         for name, copies in installed.items()
         for record in (_records(copies) if name else map(_nameless, copies))
     ]
-    return tuple(sorted(records, key=lambda record: (record.name, normalize(record.distribution), record.version)))
+    return tuple(
+        sorted(records, key=lambda record: (record.name, normalize(record.distribution), record.version))
+    )
 
 
 def _announcing() -> Iterator[Distribution]:
-    """The distributions that mention the group; reading the raw text keeps the parser away from all the others."""
+    """The distributions that mention the group; a look at the raw text spares all the others the parser."""
     import importlib_metadata
 
     for distribution in importlib_metadata.distributions():
@@ -52,11 +54,11 @@ def _announcing() -> Iterator[Distribution]:
         except (OSError, UnicodeDecodeError):
             continue
         if text and GROUP in text:
-            yield distribution
+            yield cast("Distribution", distribution)
 
 
 def _records(copies: list[Distribution]) -> list[Record]:
-    """The records of one distribution; `copies` has each of its installations, in the order of ``sys.path``."""
+    """The records of one distribution; `copies` are its installations, in the order of ``sys.path``."""
     first = copies[0]
     name, version = first.metadata["Name"], first.version or "?"
     places = {(copy.version, str(copy.locate_file(""))) for copy in copies}
@@ -98,7 +100,7 @@ def _record(name: str, value: str, distribution: str, version: str) -> Record:
         if manifest.name != name:
             raise _fault(
                 record,
-                f"the entry point is called {name!r}, but `name` in {package}/{filename} is {manifest.name!r}",
+                f"its name differs from `name` in {package}/{filename}, which is {manifest.name!r}",
                 "Give both the same name",
             )
     except XformError as error:

@@ -49,7 +49,7 @@ def check_host(announced: Record | Step, *, absent: bool) -> HostVersionError | 
         return None
     return HostVersionError(
         f"{announced.name!r} [{announced.origin}: host] needs {spell(unmet)}.",
-        f"Install a matching version, or a release of {announced.distribution} that supports the installed one.",
+        f"Install such a version, or a release of {announced.distribution} that supports the installed one.",
         plugin=announced.name,
         distribution=announced.distribution,
         unmet=tuple(unmet),

@@ -68,7 +68,7 @@ def _build_options(step: Step, cls: Any) -> Any:
             try:
                 values[name] = convert(value, hints.get(name, Any))
             except Mismatch as wanted:
-                raise _option_error(step, f"the option {name!r} of {step.name!r}", name, value, wanted) from None
+                raise _option_error(step, name, value, wanted) from None
         missing = [name for name, field in known.items() if name not in values and _required(field)]
         if missing:
             raise OptionError(
@@ -86,7 +86,7 @@ def _build_options(step: Step, cls: Any) -> Any:
     except (ValueError, TypeError) as error:
         raise OptionError(
             f"{step.name!r} [{step.origin}] refuses its options: {str(error).rstrip('.')}.",
-            f"They were {', '.join(f'{k}={v!r}' for k, v in values.items()) or 'all left at their defaults'}.",
+            f"They were {', '.join(f'{k}={v!r}' for k, v in values.items()) or 'all defaults'}.",
             plugin=step.name,
             distribution=step.distribution,
             option="",
@@ -96,7 +96,7 @@ def _build_options(step: Step, cls: Any) -> Any:
         raise _load_error(step, step.manifest.options or "", "cannot be instantiated", cause) from cause
 
 
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(cls)
     except Exception:  # An annotation that needs an import the module makes for type checkers only.
@@ -107,9 +107,9 @@ def _required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _option_error(step: Step, subject: str, option: str, value: object, wanted: object) -> OptionError:
+def _option_error(step: Step, option: str, value: object, wanted: object) -> OptionError:
     return OptionError(
-        f"{subject} [{step.origin}] is {value!r}, which it does not take.",
+        f"the option {option!r} of {step.name!r} [{step.origin}] is {value!r}, which it does not take.",
         f"Give {wanted}.",
         plugin=step.name,
         distribution=step.distribution,

@@ -24,7 +24,7 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class Lock:
-    """The identity of a pipeline as plain JSON data; equal on any two machines that would compile the same program."""
+    """The identity of a pipeline as plain JSON data: equal where the same program would be compiled."""
 
     data: Mapping[str, Any]
 
@@ -59,7 +59,11 @@ class Lock:
         try:
             data = json.loads(text)
             lock = cls(data)
-            if data["schema"] == _SCHEMA and all(_STEP_KEYS <= step.keys() for step in data["steps"]) and data["host"]:
+            if (
+                data["schema"] == _SCHEMA
+                and all(step.keys() >= _STEP_KEYS for step in data["steps"])
+                and data["host"]
+            ):
                 return lock
             problem = f"the lock has schema {data['schema']!r}, or lacks fields of schema {_SCHEMA}."
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -93,7 +97,11 @@ _STEP_KEYS = {"name", "distribution", "version", "content", "options"}
 
 def _changes(label: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[str]:
     for key in sorted(a.keys() | b.keys()):
-        if key not in a or key not in b or json.dumps(a[key], sort_keys=True) != json.dumps(b[key], sort_keys=True):
+        if (
+            key not in a
+            or key not in b
+            or json.dumps(a[key], sort_keys=True) != json.dumps(b[key], sort_keys=True)
+        ):
             yield f"{label}{key} {_shown(a, key)} -> {_shown(b, key)}"
 
 
@@ -107,8 +115,9 @@ def _shown(table: Mapping[str, Any], key: str) -> str:
 def content_hash(packages: Iterable[Path]) -> str | None:
     """SHA-256 over the files of `packages` and their places within them; ``None`` without packages.
 
-    The files on disk are hashed instead of trusting RECORD, because those are what will be imported: local edits
-    count, and a wheel and an editable install of the same source agree.  Where they are installed does not count.
+    The files on disk are hashed instead of trusting RECORD, because those are what will be imported: local
+    edits count, a wheel and an editable install of one source agree, and the place of installation does not
+    matter.
     """
     digest = hashlib.sha256()
     roots = list(packages)
@@ -120,7 +129,7 @@ def content_hash(packages: Iterable[Path]) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON; an object is represented by its type, or by its name where it is a named constant."""
+    """The value as JSON; an object is represented by its type, and by its name where it is a constant."""
     match value:
         case enum.Enum():
             return {"$object": type_name(value), "name": value.name}

@@ -86,8 +86,9 @@ def _fields(node: ast.ClassDef, lines: list[str]) -> tuple[OptionField, ...]:
 def _annotation(node: ast.expr) -> str:
     import ast
 
-    quoted = isinstance(node, ast.Constant) and isinstance(node.value, str)
-    return node.value if quoted else ast.unparse(node)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return ast.unparse(node)
 
 
 _NOT_AN_OPTION = "\0"
@@ -109,9 +110,9 @@ def _default(value: ast.expr | None) -> str | None:
 def _doc(statement: ast.stmt, following: ast.stmt | None, lines: list[str]) -> str:
     import ast
 
-    if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-        if isinstance(following.value.value, str):
-            return " ".join(following.value.value.split())
+    match following:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            return " ".join(text.split())
     comment: list[str] = []
     for line in reversed(lines[: statement.lineno - 1]):
         if not line.strip().startswith("#:"):

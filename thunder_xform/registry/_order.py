@@ -32,8 +32,8 @@ class Edge:
 class Graph:
     """The edges between the steps of one pipeline.
 
-    With n plugins there are at most n*n stage edges; pipelines are short, and uniform edges keep `path` and the
-    cycle search free of special cases.
+    With n plugins there are at most n*n stage edges; pipelines are short, and uniform edges keep `path` and
+    the cycle search free of special cases.
     """
 
     def __init__(self, steps: Iterable[Step], user_edges: Sequence[tuple[str, str]] = ()) -> None:
@@ -46,8 +46,8 @@ class Graph:
     def order(self) -> tuple[str, ...]:
         """The steps' names, earliest first.
 
-        Ties are broken by stage, name and distribution, so that the result depends on the set of steps alone: not
-        on the order of the request, of installation, of ``sys.path``, nor on PYTHONHASHSEED.
+        Ties are broken by stage, name and distribution, so that the result depends on the set of steps alone:
+        not on the order of the request, of installation, of ``sys.path``, nor on PYTHONHASHSEED.
 
         Raises:
             CycleError: naming a shortest cycle and who declares each of its edges.
@@ -96,16 +96,26 @@ class Graph:
         for name, step in self._steps.items():
             for pattern in step.manifest.after:
                 source = f"{step.origin}: after = [{pattern!r}]"
-                yield from (Edge(other, name, "declared", source) for other in self._matching(pattern) if other != name)
+                yield from (
+                    Edge(other, name, "declared", source)
+                    for other in self._matching(pattern)
+                    if other != name
+                )
             for pattern in step.manifest.before:
                 source = f"{step.origin}: before = [{pattern!r}]"
-                yield from (Edge(name, other, "declared", source) for other in self._matching(pattern) if other != name)
+                yield from (
+                    Edge(name, other, "declared", source)
+                    for other in self._matching(pattern)
+                    if other != name
+                )
 
     def _staged(self) -> Iterator[Edge]:
         for a in self._steps.values():
             for b in self._steps.values():
                 if _rank(a)[0] < _rank(b)[0]:
-                    source = f"{a.origin}: stage = {a.manifest.stage!r}; {b.origin}: stage = {b.manifest.stage!r}"
+                    source = (
+                        f"{a.origin}: stage = {a.manifest.stage!r}; {b.origin}: stage = {b.manifest.stage!r}"
+                    )
                     yield Edge(a.name, b.name, "stage", source)
 
     def _matching(self, pattern: str) -> list[str]:
@@ -115,10 +125,10 @@ class Graph:
         cycles = (self.path(name, name) for name in self._steps)
         cycle = min(filter(None, cycles), key=len)
         names = tuple(edge.first for edge in cycle)
-        by_user = any(edge.kind == "user" for edge in cycle)
+        culprit = "your `edges`" if any(edge.kind == "user" for edge in cycle) else "these declarations"
         return CycleError(
             f"the order of {spell(sorted(names))} contradicts itself: {spell(map(str, cycle))}.",
-            f"Drop one of them from the request, or {'one of your `edges`' if by_user else 'one of these declarations'}.",
+            f"Drop one of them from the request, or one of {culprit}.",
             cycle=names,
             edges=tuple(map(str, cycle)),
         )

@@ -34,7 +34,7 @@ def make_plan(
     options: Mapping[str, Mapping[str, Any]] | None,
     edges: Iterable[tuple[str, str]],
 ) -> Resolution:
-    """The resolution of `request` among the plugins of `catalog`. Raises a `ResolutionError` as `plan` documents."""
+    """The resolution of `request` among the plugins of `catalog`; raises as `Registry.plan` documents."""
     wishes = read_request(request, catalog)
     selection = Selection(wishes, catalog)
     given = _given(options or {}, wishes, selection)
@@ -148,4 +148,6 @@ def _check_names(record: Record, manifest: Manifest, values: Mapping[str, Any]) 
     for key in values:
         unreadable = fields is None and isinstance(key, str) and key.isidentifier()
         if not unreadable and key not in (known := [field.name for field in fields or ()]):
-            raise UnknownOptionError(plugin=record.name, distribution=record.origin, option=str(key), known=known)
+            raise UnknownOptionError(
+                plugin=record.name, distribution=record.origin, option=str(key), known=known
+            )

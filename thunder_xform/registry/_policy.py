@@ -32,7 +32,7 @@ class Policy:
         return cls(_lists("allow", allow, _ALLOW, environ), _lists("deny", deny, _DENY, environ))
 
     def check_known(self, records: Iterable[Record]) -> None:
-        """Raise `UnknownNameError` for an entry that means no installed plugin: a typo here must not pass silently."""
+        """Raise `UnknownNameError` for an entry that means nothing installed: no typo passes silently."""
         records = tuple(records)
         for source, entries in (*self.allow.items(), *self.deny.items()):
             for entry in entries:

@@ -24,8 +24,8 @@ Edges = Iterable[tuple[str, str]]
 class Registry:
     """A fixed set of announced plugins.
 
-    The module's functions work on the plugins that are installed; a registry of one's own is sealed from those and
-    serves tests and programs that bring their plugins along.
+    The module's functions work on the plugins that are installed; a registry of one's own is sealed from
+    those and serves tests and programs that bring their plugins along.
 
     Args:
         records: what is announced.
@@ -40,7 +40,9 @@ class Registry:
         """The plugins as judged by the allow and deny lists, the host's versions, and rival claims."""
         return Catalog(self._records, Policy.gather(allow, deny, self._environ))
 
-    def list(self, *, allow: Iterable[str] | None = None, deny: Iterable[str] | None = None) -> tuple[Record, ...]:
+    def list(
+        self, *, allow: Iterable[str] | None = None, deny: Iterable[str] | None = None
+    ) -> tuple[Record, ...]:
         """All announced plugins, sorted by name, with status and error; broken ones included."""
         return self.catalog(allow, deny).records
 
@@ -59,7 +61,7 @@ class Registry:
             request: a name, a pair ``(name, options)``, an options or plugin instance, a text such as
                 ``"lora(rank=8) + fsdp(zero=3)"``, or a list of these.
             options: further options by plugin name, also for plugins that were pulled in.
-            allow, deny: names or distributions; in addition to ``THUNDER_XFORM_ALLOW`` and ``THUNDER_XFORM_DENY``.
+            allow, deny: names or distributions, besides ``THUNDER_XFORM_ALLOW`` and ``THUNDER_XFORM_DENY``.
             edges: additional order, as pairs ``(first, then)`` of names or capabilities.
 
         Raises:

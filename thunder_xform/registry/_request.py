@@ -74,7 +74,11 @@ def _wishes(item: object, catalog: Catalog) -> list[Wish]:
         return [Wish(name, canonical(options)) for name, options in parse(item)]
     if isinstance(item, tuple) and _is_pair(item):
         return [Wish(str(item[0]), canonical(dict(item[1])))]
-    if isinstance(item, type) or item is None or isinstance(item, (bool, int, float, bytes, list, tuple, Mapping)):
+    if (
+        isinstance(item, type)
+        or item is None
+        or isinstance(item, (bool, int, float, bytes, list, tuple, Mapping))
+    ):
         raise RequestSyntaxError(
             f"a request item may not be {item!r}.",
             "Give a name, a pair (name, options), an options instance, or a plugin instance.",
@@ -88,10 +92,11 @@ def _from_object(item: object, catalog: Catalog) -> Wish:
     if found := catalog.owner(type(item), "plugin"):
         options = getattr(item, "options", None)
         known = found[1].options and catalog.owner(type(options), "options")
-        return Wish(found[0].name, *(_field_values(options) if known else ()), instance=item)
+        values, defaulted = _field_values(options) if known else ({}, frozenset())
+        return Wish(found[0].name, values, defaulted, instance=item)
     raise RequestSyntaxError(
         f"an object of type {type_name(item)} belongs to no installed plugin.",
-        "Name the class as `plugin` or `options` in the manifest of an installed distribution, or request by name.",
+        "Name its class as `plugin` or `options` in the manifest of an installed distribution.",
     )
 
 

@@ -17,7 +17,7 @@ __all__ = ["Explanation", "Resolution"]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why `first` runs before `then`: the chain of edges between them, or none where only the tie-break decides."""
+    """Why `first` runs before `then`: the edges between them; none where only the tie-break decides."""
 
     first: str
     then: str
@@ -25,7 +25,7 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.edges:
-            return f"{self.first!r} runs before {self.then!r} by the tie-break alone: same stage, no edge; name decides."
+            return f"{self.first!r} runs before {self.then!r} by name alone: no stage or edge orders them."
         head = f"{self.first!r} runs before {self.then!r}:\n" if len(self.edges) > 1 else ""
         return head + "\n".join(f"  {edge}" if head else str(edge) for edge in self.edges)
 
@@ -61,14 +61,16 @@ class Resolution:
                     known=self.order,
                 )
         first, then = sorted((a, b), key=self.order.index)
-        return Explanation(first, then, Graph(self.steps, self.edges).path(first, then) if first != then else ())
+        return Explanation(
+            first, then, Graph(self.steps, self.edges).path(first, then) if first != then else ()
+        )
 
     @cached_property
     def lock(self) -> Lock:
-        """Names, versions, content hashes, options and host versions, with a digest. Read when first asked for."""
+        """Names, versions, content hashes, options and host versions; read when first asked for."""
         return Lock.of(self.steps)
 
     @property
     def text(self) -> str:
-        """The pipeline as a request in text form, ``lora(rank=8) + fsdp(zero=3)``, in the order in which it runs."""
+        """The pipeline as a request in text form, ``lora(rank=8) + fsdp(zero=3)``, in its order."""
         return render((step.name, step.options) for step in self.steps)

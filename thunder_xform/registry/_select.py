@@ -57,10 +57,12 @@ class Selection:
             self._chosen[name] = self._catalog.get(name)
 
     def _close(self) -> None:
-        """Pull in requirements: names first, then capabilities with one provider, until nothing is missing."""
+        """Pull in requirements until none is missing: names first, then capabilities with one provider."""
         while missing := list(self._missing("requires")):
             named = [pattern for _, pattern in missing if self._catalog.usable(pattern)]
-            single = [found[0] for _, pattern in missing if len(found := self._catalog.matching(pattern)) == 1]
+            single = [
+                found[0] for _, pattern in missing if len(found := self._catalog.matching(pattern)) == 1
+            ]
             if not (named or single):
                 raise self._unmet(*missing[0])
             for name in named or single[:1]:
@@ -107,7 +109,10 @@ class Selection:
             problem = f"{what}, which {spell(candidates)} provide."
             remedy = f"Add the one you want to the request: {spell(candidates, 'or')}."
         elif "." in pattern:
-            problem, remedy = f"{what}, which no installed plugin provides.", "Install a plugin that provides it."
+            problem, remedy = (
+                f"{what}, which no installed plugin provides.",
+                "Install a plugin that provides it.",
+            )
         else:
             problem = f"{what}, which is not installed."
             remedy = f"Install it: pip install thunder-xform-{pattern.replace('_', '-')}"

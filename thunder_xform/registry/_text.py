@@ -1,4 +1,4 @@
-"""The text form of a request, ``lora(rank=8) + fsdp(zero=3)``: a subset of Python expressions, never executed."""
+"""The text form of a request, ``lora(rank=8) + fsdp(zero=3)``: Python expressions, parsed but never run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def render(items: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """The text that `parse` reads back; a value that is no literal appears as ``<its.type>`` and cannot be read back."""
+    """The text that `parse` reads back, save for values that are no literals; they show as ``<their.type>``."""
     return " + ".join(
-        f"{name}({', '.join(f'{key}={_literal(options[key])}' for key in sorted(options))})" if options else name
+        f"{name}({', '.join(f'{key}={_literal(options[key])}' for key in sorted(options))})"
+        if options
+        else name
         for name, options in items
     )
 

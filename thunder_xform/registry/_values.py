@@ -15,7 +15,7 @@ class Mismatch(Exception):
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """`value` as the annotation `hint` wants it: an int where a float is wanted and lists as tuples are taken.
+    """`value` as the annotation `hint` wants it; ints are taken for floats, and lists for tuples and back.
 
     An annotation that this function does not know accepts anything.
 
