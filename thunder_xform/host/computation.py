@@ -1,0 +1,255 @@
+"""The computation trace before differentiation, as plugins read and rewrite it.
+
+A :class:`Computation` is an immutable view: every edit returns a new one over a new trace, and authors never build
+bound symbols by hand. Operators called inside an edit are Thunder's own (:mod:`thunder.torch`) or the project's
+(:func:`thunder_xform.operator`), so gradients follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from thunder.core import prims
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.utils import sequencify
+
+from thunder_xform.errors import PipelineError
+from thunder_xform.host.inputs import InputTable
+from thunder_xform.host.operators import Operator, operator_of
+
+_UNPACK = prims.PrimIDs.UNPACK_TRIVIAL
+_RETURN = prims.PrimIDs.RETURN
+
+
+class Operation:
+    """One operator call in the trace.
+
+    Attributes:
+        name: the operator's name, for example ``"linear"``.
+        args: its arguments, proxies where they are tensors; normalized to the operator's positional signature.
+        kwargs: keyword-only arguments.
+    """
+
+    __slots__ = ("_bsym", "_table", "args", "kwargs", "name")
+
+    def __init__(self, bsym: BoundSymbol, table: InputTable) -> None:
+        self._bsym = bsym
+        self._table = table
+        self.name: str = bsym.sym.name
+        self.args: tuple[Any, ...] = bsym.args
+        self.kwargs: Mapping[str, Any] = bsym.kwargs
+
+    @property
+    def output(self) -> Any:
+        """The proxy, or tuple of proxies, that the call produces."""
+        return self._bsym.output
+
+    @property
+    def operator(self) -> Operator | None:
+        """The project operator called here, or None for one of Thunder's."""
+        return operator_of(self._bsym.sym)
+
+    def parameter(self, index: int) -> str | None:
+        """Name of the parameter passed as argument ``index``, or None if that is not one."""
+        argument = self.args[index] if index < len(self.args) else None
+        return self._table.name_of(argument) if isinstance(argument, TensorProxy) else None
+
+    def call(self, *args: Any) -> Any:
+        """Call the same operator again inside an edit; with other positional arguments if given."""
+        return self._bsym.sym(*(args or self.args), **self.kwargs)
+
+
+class Edit:
+    """Handed to rewriting functions: access to parameters that the trace may not read yet."""
+
+    __slots__ = ("_trace", "_table")
+
+    def __init__(self, trace: TraceCtx, table: InputTable) -> None:
+        self._trace = trace
+        self._table = table
+
+    def parameter(self, name: str) -> TensorProxy:
+        """The value of a parameter or buffer as the operators of the model see it; becomes an input if it is none yet."""
+        return self._table.value(name, self._trace)
+
+    def stored(self, name: str) -> TensorProxy:
+        """The tensor held for a parameter according to the ledger (a shard, a packed weight), as an input."""
+        return self._table.stored(name, self._trace)
+
+
+Rewrite = Callable[[Operation, Edit], Any]
+Restore = Callable[..., Any]
+
+
+class Computation:
+    """Immutable view of the computation trace of one model."""
+
+    def __init__(self, trace: TraceCtx, table: InputTable) -> None:
+        self._trace = trace
+        self._table = table
+
+    def __str__(self) -> str:
+        return str(self._trace)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters and buffers that the trace reads, in order of first use."""
+        return tuple(self._table.names_in(self._trace))
+
+    @property
+    def differentiable_parameters(self) -> tuple[str, ...]:
+        """Names of the trainable parameters from which a path leads to an output, in order of first use."""
+        live: set[str] = set()
+        for bsym in reversed(self._trace.bound_symbols):
+            if bsym.sym.id == _RETURN:
+                live |= {p.name for p in tree_flatten(bsym.args[0]["output"])[0] if isinstance(p, Proxy)}
+            elif bsym.sym.id != _UNPACK and any(o.name in live for o in bsym.flat_proxy_outs):
+                live |= {a.name for a in bsym.flat_proxy_args}
+        return tuple(
+            name
+            for name in self.parameters
+            if self._table.current(name).name in live and self._table.current(name).requires_grad
+        )
+
+    def operations(self) -> Iterator[Operation]:
+        """All operator calls, in order, without unpacking and return."""
+        for bsym in self._trace.bound_symbols:
+            if bsym.sym.id not in (_UNPACK, _RETURN):
+                yield Operation(bsym, self._table)
+
+    def rewrite(self, name: str, fn: Rewrite) -> Computation:
+        """Replace calls of one operator.
+
+        Args:
+            name: operator name as printed in the trace, for example ``"linear"``.
+            fn: called as ``fn(operation, edit)`` for each call; returns what takes the place of its output (proxy or
+                tuple of proxies of the same shapes and dtypes), or None to leave the call as it is.
+
+        Raises:
+            PipelineError: the replacement has another shape, dtype or number of outputs.
+        """
+
+        def visit(bsym: BoundSymbol, editor: _Editor) -> bool:
+            if bsym.sym.name != name:
+                return False
+            result, inserted = editor.run(lambda: fn(Operation(bsym, editor.table), editor.edit))
+            if result is None:
+                return False
+            editor.emit(inserted)
+            editor.substitute(bsym.flat_proxy_outs, sequencify(result), f"the replacement of {name!r}")
+            return True
+
+        return self._edited(visit)
+
+    def restore(self, groups: Iterable[tuple[Sequence[str], Restore]], *, recompute: bool = False) -> Computation:
+        """Turn stored parameters back into the tensors that the model's operators use.
+
+        Args:
+            groups: pairs ``(names, fn)``. Right before the first use of any of ``names``, ``fn(*stored)`` is called with
+                the stored tensors in that order and returns as many tensors of the logical shapes, which every use of
+                those parameters then reads.
+            recompute: call ``fn``'s operators again in the backward instead of keeping their outputs for it.
+
+        Raises:
+            PipelineError: a name that the trace does not read; outputs that do not fit.
+        """
+        waiting: dict[str, tuple[Sequence[str], Restore]] = {}
+        for names, fn in groups:
+            for name in names:
+                if name not in self.parameters:
+                    raise PipelineError(
+                        f"Cannot restore {name!r}: the computation does not read it.",
+                        "Restore only names from `computation.parameters`.",
+                        name=name,
+                    )
+                waiting[self._table.current(name).name] = (names, fn)
+
+        def visit(bsym: BoundSymbol, editor: _Editor) -> bool:
+            used = [a.name for a in bsym.flat_proxy_args if a.name in waiting] if waiting else []
+            if bsym.sym.id == _RETURN:
+                used = [p.name for p in tree_flatten(bsym.args[0]["output"])[0]
+                        if isinstance(p, Proxy) and p.name in waiting]
+            for use in used:
+                if use not in waiting:
+                    continue
+                names, fn = waiting[use]
+                old = [editor.table.current(name) for name in names]
+                for proxy in old:
+                    waiting.pop(proxy.name)
+                stored = [editor.edit.stored(name) for name in names]
+                result, inserted = editor.run(lambda fn=fn, stored=stored: fn(*stored))
+                outputs = sequencify(result)
+                if recompute:
+                    for output in outputs:
+                        output.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+                editor.emit(inserted)
+                editor.substitute(old, outputs, f"the restored {', '.join(map(repr, names))}", same_dtype=False)
+                for name, output in zip(names, outputs, strict=True):
+                    editor.table.set_value(name, output)
+            return False
+
+        return self._edited(visit)
+
+    def _edited(self, visit: Callable[[BoundSymbol, _Editor], bool]) -> Computation:
+        editor = _Editor(self._trace, self._table.copy())
+        return Computation(editor.walk(visit), editor.table)
+
+
+class _Editor:
+    """One pass over a trace that inserts operators and redirects later uses of what they replace."""
+
+    def __init__(self, trace: TraceCtx, table: InputTable) -> None:
+        self.table = table
+        self.trace = from_trace(trace)
+        self.edit = Edit(self.trace, table)
+        self._source = trace
+        self._swaps: dict[Any, Proxy] = {}
+        self._emitted: list[BoundSymbol] = []
+
+    def run(self, fn: Callable[[], Any]) -> tuple[Any, list[BoundSymbol]]:
+        """Trace ``fn``; returns its result and the operators it called."""
+        self.trace.push_scope([])
+        try:
+            result = fn()
+        finally:
+            inserted = self.trace.pop_scope()
+        return result, inserted
+
+    def emit(self, bsyms: Iterable[BoundSymbol]) -> None:
+        self._emitted.extend(bsyms)
+
+    def substitute(
+        self, old: Sequence[Proxy], new: Sequence[Any], what: str, *, same_dtype: bool = True
+    ) -> None:
+        """Let every later use of ``old`` read ``new``."""
+        if len(old) != len(new):
+            raise PipelineError(f"{len(new)} tensors stand for {what}, which is {len(old)}.", "Return one for each.")
+        for before, after in zip(old, new, strict=True):
+            if not isinstance(after, TensorProxy) or not isinstance(before, TensorProxy):
+                raise PipelineError(f"{after!r} stands for a tensor in {what}.", "Return tensors of the trace.")
+            if tuple(before.shape) != tuple(after.shape) or (same_dtype and before.dtype != after.dtype):
+                raise PipelineError(
+                    f"A tensor {tuple(after.shape)} {after.dtype} stands for {tuple(before.shape)} {before.dtype} "
+                    f"in {what}.",
+                    "Return tensors of the shapes and dtypes that the model's operators were traced with.",
+                )
+            if before is not after:
+                self._swaps[variableify(before)] = after
+
+    def walk(self, visit: Callable[[BoundSymbol, _Editor], bool]) -> TraceCtx:
+        with tracectx(self.trace):
+            for bsym in self._source.bound_symbols:
+                if bsym.sym.id == _UNPACK:
+                    continue
+                if bsym.sym.id == _RETURN:
+                    visit(bsym, self)
+                    output = bsym.from_bsym_swap_proxies(self._swaps, skip_output=True).args[0]["output"]
+                    last = bsym.from_bsym(args=({**bsym.args[0], "output": output},))
+                    continue
+                if not visit(bsym.from_bsym_swap_proxies(self._swaps, skip_output=True), self):
+                    self._emitted.append(bsym.from_bsym_swap_proxies(self._swaps, skip_output=True))
+            return self.table.close(self.trace, self._emitted, last)

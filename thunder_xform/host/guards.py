@@ -1,0 +1,79 @@
+"""Guards: the conditions under which a compiled entry is valid, compared at the very top of its prologue.
+
+Thunder tries its compiled entries newest first and takes the first whose prologue does not raise. The guard is the
+prologue's first operator, so an entry for another mode fails within microseconds, before a parameter is unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from thunder.core import prims
+from thunder.core.symbol import Symbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+
+from thunder_xform.host.operators import _executor
+
+#: Modules of torch.nn that compute the same in training and in evaluation.
+_MODE_FREE = (
+    torch.nn.Linear,
+    torch.nn.Embedding,
+    torch.nn.LayerNorm,
+    torch.nn.RMSNorm,
+    torch.nn.Conv1d,
+    torch.nn.Conv2d,
+    torch.nn.GELU,
+    torch.nn.ReLU,
+    torch.nn.SiLU,
+    torch.nn.Sequential,
+    torch.nn.ModuleList,
+    torch.nn.ModuleDict,
+    torch.nn.Identity,
+)
+
+
+class GuardMiss(Exception):
+    """The entry was compiled under another key. Thunder catches it and tries the next entry."""
+
+
+def training_modes(module: torch.nn.Module) -> Callable[[], tuple[bool, ...]]:
+    """A cheap reader of the train/eval flags of all modules whose computation may depend on them."""
+    modules = [m for i, m in enumerate(module.modules()) if i == 0 or type(m) not in _MODE_FREE]
+    return lambda: tuple([m.training for m in modules])
+
+
+def with_check(prologue: TraceCtx, name: str, holds: Callable[[], bool], *, first: bool = False) -> TraceCtx:
+    """A prologue that raises :class:`GuardMiss` unless ``holds()``; evaluated first or last among its checks."""
+
+    def run(args: Any) -> None:
+        if not holds():
+            raise GuardMiss
+
+    symbol = Symbol(
+        name=name,
+        id=name,
+        meta=lambda args: None,
+        is_prim=True,
+        tags=[prims.OpTags.DONT_DCE],
+        executor=_executor,
+        _bind_postprocess=lambda bsym: setattr(bsym, "_call_ctx", {name: run}),
+    )
+    # Takes `args`, the first thing unpacked: transforms that prune prologues expect every operator to have an input.
+    start, args = next(
+        (i, b.output) for i, b in enumerate(prologue.bound_symbols) if b.sym.id == prims.PrimIDs.UNPACK_TRIVIAL
+    )
+    position = start + 1 if first else len(prologue.bound_symbols) - 1
+    new = from_trace(prologue)
+    with tracectx(new):
+        check = symbol.bind(args, output=None)
+    new.bound_symbols = [*prologue.bound_symbols[:position], check, *prologue.bound_symbols[position:]]
+    new.scopes = [new.bound_symbols]
+    return new
+
+
+def insert_guard(prologue: TraceCtx, current_key: Callable[[], Any]) -> TraceCtx:
+    """A prologue that first of all compares ``current_key()`` with its value now."""
+    expected = current_key()
+    return with_check(prologue, "check_pipeline_state", lambda: bool(current_key() == expected), first=True)

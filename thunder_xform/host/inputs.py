@@ -1,0 +1,252 @@
+"""Computation inputs and prologue, derived from the ledger.
+
+An :class:`InputTable` knows, for one compilation and as of one plugin, which proxy stands for which parameter: the
+*stored* proxy that is an input of the computation, and the *value* that the model's operators read (the same one,
+until a plugin restores it from a shard or a packed weight). Closing the table over a trace writes its arguments and
+flat_args; :func:`derive_prologue` writes the matching unpacking, checks and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from thunder.core import prims
+from thunder.core.devices import to_device
+from thunder.core.dtypes import to_dtype, to_torch_dtype
+from thunder.core.proxies import ProxyTag, TensorProxy, variableify
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+
+from thunder_xform.errors import PipelineError
+from thunder_xform.host.ledger import Ledger, Version
+
+_UNPACK_STATE = (prims.unpack_parameter, prims.unpack_buffer)
+_UNPACK = prims.PrimIDs.UNPACK_TRIVIAL
+
+
+class InputTable:
+    """Which proxies stand for which parameters, as of one plugin."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        stage: int,
+        plugin: str,
+        stored: dict[str, TensorProxy],
+        values: dict[str, TensorProxy],
+        others: tuple[Any, ...],
+    ) -> None:
+        self._ledger = ledger
+        self._stage = stage
+        self._plugin = plugin
+        self._stored = stored
+        self._values = values
+        self._others = others
+        self._names = {proxy.name: name for name, proxy in values.items()}
+
+    def copy(self) -> InputTable:
+        """An independent table for the next edit."""
+        return InputTable(
+            self._ledger, self._stage, self._plugin, dict(self._stored), dict(self._values), self._others
+        )
+
+    def name_of(self, proxy: TensorProxy) -> str | None:
+        """The parameter whose value ``proxy`` is."""
+        return self._names.get(proxy.name)
+
+    def current(self, name: str) -> TensorProxy:
+        """The value that the model's operators read for a parameter of the trace."""
+        return self._values[self._ledger.canonical(name)]
+
+    def names_in(self, trace: TraceCtx) -> Iterator[str]:
+        """Names of the parameters whose values the trace reads, in order of first use."""
+        seen: set[str] = set()
+        for bsym in trace.bound_symbols:
+            if bsym.sym.id == _UNPACK:
+                continue
+            for argument in bsym.flat_proxy_args:
+                name = self._names.get(argument.name)
+                if name is not None and name not in seen and bsym.sym.id != prims.PrimIDs.RETURN:
+                    seen.add(name)
+                    yield name
+
+    def value(self, name: str, trace: TraceCtx) -> TensorProxy:
+        name = self._ledger.canonical(name)
+        if name not in self._values:
+            self.set_value(name, self.stored(name, trace))
+        return self._values[name]
+
+    def set_value(self, name: str, proxy: TensorProxy) -> None:
+        name = self._ledger.canonical(name)
+        self._values[name] = proxy
+        self._names[proxy.name] = name
+
+    def stored(self, name: str, trace: TraceCtx) -> TensorProxy:
+        """The input proxy for a parameter as the ledger records it after this plugin; made if it is new or outdated."""
+        name = self._ledger.canonical(name)
+        version = self._version(name)
+        proxy = self._stored.get(name)
+        if proxy is None or not matches(proxy, version):
+            self._stored[name] = proxy = self._make(version, trace)
+        return proxy
+
+    def _version(self, name: str) -> Version:
+        version = self._ledger.at(name, self._stage)
+        if version is None:
+            raise PipelineError(
+                f"Plugin {self._plugin!r} reads parameter {name!r}, which a later plugin adds.",
+                "Read only what exists when your plugin's turn comes, or declare `after` in the manifest.",
+                name=name,
+            )
+        return version
+
+    def _make(self, version: Version, trace: TraceCtx) -> TensorProxy:
+        base = "t_" + version.name.replace(".", "_")
+        name = base if not trace.has_name(base) else f"{base}_{self._plugin}"
+        while trace.has_name(name):
+            name += "_"
+        with tracectx(trace):
+            return TensorProxy(
+                name=name,
+                shape=version.stored_shape,
+                device=to_device(version.device),
+                dtype=to_dtype(version.dtype),
+                requires_grad=version.requires_grad,
+                tags={ProxyTag.STATIC_MEMORY_LOCATION},
+            )
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Arguments of the computation: what is no parameter first, then the stored parameters."""
+        return (*self._others, *self._stored.values())
+
+    @property
+    def inputs(self) -> dict[str, TensorProxy]:
+        """Parameter names and their input proxies."""
+        return dict(self._stored)
+
+    def versions(self) -> dict[str, Version]:
+        """What the ledger says of each input."""
+        return {name: self._version(name) for name in self._stored}
+
+    def close(self, trace: TraceCtx, body: Sequence[BoundSymbol], last: BoundSymbol) -> TraceCtx:
+        """Write arguments, unpacking and flat_args of ``trace`` around ``body`` and its return ``last``."""
+        arguments = self.arguments
+        with tracectx(trace):
+            unpack = [prims.unpack_trivial.bind(a, output=a, name=a.name) for a in arguments]
+        last = last.from_bsym(args=({**last.args[0], "flat_args": list(arguments)},))
+        trace.bound_symbols = [*unpack, *body, last]
+        trace.scopes = [trace.bound_symbols]
+        trace.args = arguments
+        signature = type(trace._siginfo)(trace._siginfo.name)
+        signature.args = [(a.name, None) for a in arguments]
+        trace._siginfo = signature
+        return trace
+
+    def advance(self, trace: TraceCtx, stage: int, plugin: str) -> tuple[TraceCtx, InputTable]:
+        """The table and trace as ``plugin`` finds them: trainability follows the ledger, everything else is unchanged."""
+        table = InputTable(self._ledger, stage, plugin, dict(self._stored), dict(self._values), self._others)
+        swaps: dict[Any, TensorProxy] = {}
+        new = from_trace(trace)
+        new.names = set(trace.names)
+        with tracectx(new):
+            for name, proxy in self._stored.items():
+                version = table._version(name)
+                if proxy.requires_grad == version.requires_grad or table._values[name] is not proxy:
+                    continue
+                new.names.discard(proxy.name)
+                retagged = proxy.replace(requires_grad=version.requires_grad)
+                swaps[variableify(proxy)] = retagged
+                table._stored[name] = retagged
+                table._values[name] = retagged
+        if not swaps:
+            return trace, table
+        body = [b.from_bsym_swap_proxies(swaps) for b in trace.bound_symbols if b.sym.id != _UNPACK]
+        return table.close(new, body[:-1], body[-1]), table
+
+
+def matches(proxy: TensorProxy, version: Version) -> bool:
+    """Whether an input proxy describes the tensor that the ledger records."""
+    return (
+        tuple(proxy.shape) == version.stored_shape
+        and to_torch_dtype(proxy.dtype) == version.dtype
+        and proxy.device == to_device(version.device)
+        and proxy.requires_grad == version.requires_grad
+    )
+
+
+def read_inputs(ledger: Ledger, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, InputTable]:
+    """The table of a fresh trace. Tied tensors, which Thunder unpacks once a name, become one input."""
+    by_proxy = {
+        bsym.output.name: ledger.canonical(bsym.args[1])
+        for bsym in prologue.bound_symbols
+        if bsym.sym in _UNPACK_STATE and bsym.args[1] in ledger
+    }
+    stored: dict[str, TensorProxy] = {}
+    others: list[Any] = []
+    swaps: dict[Any, TensorProxy] = {}
+    for argument in computation.args:
+        name = by_proxy.get(argument.name)
+        if name is None:
+            others.append(argument)
+        elif name in stored:
+            swaps[variableify(argument)] = stored[name]
+        else:
+            stored[name] = argument
+    table = InputTable(ledger, -1, "model", stored, dict(stored), tuple(others))
+    body = [b.from_bsym_swap_proxies(swaps) for b in computation.bound_symbols if b.sym.id != _UNPACK]
+    return table.close(from_trace(computation), body[:-1], body[-1]), table
+
+
+def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx, ledger: Ledger) -> TraceCtx:
+    """The prologue that unpacks and checks exactly the inputs of ``computation``."""
+    new = from_trace(prologue)
+    inputs, versions = table.inputs, table.versions()
+    to_epilogue = {proxy.name for proxy in tree_flatten(prologue.bound_symbols[-1].args[0][1])[0]}
+    unpacked: set[str] = set()
+    root: Any = None
+    body: list[BoundSymbol] = []
+    with tracectx(new):
+        for bsym in prologue.bound_symbols[:-1]:
+            if bsym.sym is prims.unpack_thunder_module:
+                root = bsym.output
+            if bsym.sym in _UNPACK_STATE and bsym.args[1] in ledger:
+                name = ledger.canonical(bsym.args[1])
+                root = bsym.args[0]
+                if name in inputs:
+                    unpacked.add(bsym.output.name)
+                    if bsym.output.name in to_epilogue and inputs[name].name != bsym.output.name:
+                        body.append(bsym)
+                    continue
+            if bsym.sym is prims.check_tensor_shape_and_metadata and getattr(bsym.args[0], "name", "") in unpacked:
+                continue
+            body.append(bsym)
+        for name, proxy in inputs.items():
+            new.names.add(proxy.name)
+            version = versions[name]
+            unpack = prims.unpack_parameter if version.kind == "parameter" else prims.unpack_buffer
+            body.append(unpack.bind(root, name, output=proxy))
+            body.append(
+                prims.check_tensor_shape_and_metadata.bind(
+                    proxy,
+                    version.stored_shape,
+                    to_device(version.device).device_str(),
+                    version.dtype,
+                    version.requires_grad,
+                    output=None,
+                )
+            )
+    last = prologue.bound_symbols[-1]
+    new.bound_symbols = [*body, last.from_bsym(args=((tuple(computation.args), last.args[0][1]),))]
+    new.scopes = [new.bound_symbols]
+    return new
+
+
+def live_mismatch(version: Version, tensor: torch.Tensor) -> str | None:
+    """How a live tensor differs from what the ledger records, or None."""
+    found = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    expected = (version.stored_shape, version.dtype, version.requires_grad)
+    return None if found == expected else f"is {found} but was recorded as {expected}"

@@ -1,0 +1,207 @@
+"""The parameter ledger: what every parameter and buffer looks like after each plugin, and who made it so.
+
+Overrides live on the ThunderModule; the user's module is never touched. Prologue unpacking, prologue checks and
+computation inputs are derived from the versions recorded here (see :mod:`thunder_xform.host.inputs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from thunder.core.module import ThunderModule
+
+from thunder_xform.errors import PipelineError, closest
+
+#: The owner of what the user's module brought along, and the stage it belongs to.
+MODEL = "model"
+MODEL_STAGE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One parameter or buffer as it stands after one plugin.
+
+    Attributes:
+        name: dotted name; for tied tensors the first name in module order.
+        kind: parameter or buffer.
+        shape: logical shape, the one the model's operators are written for.
+        stored_shape: shape of the tensor that is really held (a shard, a packed weight).
+        dtype: dtype of the stored tensor.
+        device: device of the stored tensor.
+        requires_grad: whether it trains.
+        layout: ``"dense"``, or how the stored tensor encodes the logical one, in the words of whoever changed it.
+        owner: plugin that wrote this version, ``"model"`` for the original.
+        origin: plugin that added the tensor, ``"model"`` if the user's module has it.
+    """
+
+    name: str
+    kind: Literal["parameter", "buffer"]
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    layout: str
+    owner: str
+    origin: str
+
+
+def _real_device(tensor: torch.Tensor) -> torch.device:
+    """Device the tensor stands for: a released original sits on meta but keeps the device it came from."""
+    return getattr(tensor, "_thunder_device", tensor.device)
+
+
+class Ledger:
+    """Versions of all parameters and buffers of one ThunderModule."""
+
+    def __init__(self, module: ThunderModule) -> None:
+        self.module = module
+        self._history: dict[str, list[tuple[int, Version]]] = {}
+        self._aliases: dict[str, tuple[str, ...]] = {}
+        self._canonical: dict[str, str] = {}
+        self._originals: dict[str, torch.Tensor] = {}
+        for kind, named in (("parameter", module._model.named_parameters), ("buffer", module._model.named_buffers)):
+            groups: dict[int, list[str]] = {}
+            for name, tensor in named(remove_duplicate=False):
+                groups.setdefault(id(tensor), []).append(name)
+                self._originals.setdefault(groups[id(tensor)][0], tensor)
+            for names in groups.values():
+                self._register(kind, tuple(names), self._originals[names[0]], MODEL_STAGE, MODEL)
+
+    def _register(
+        self,
+        kind: Literal["parameter", "buffer"],
+        names: tuple[str, ...],
+        tensor: torch.Tensor,
+        stage: int,
+        owner: str,
+        shape: tuple[int, ...] | None = None,
+        layout: str = "dense",
+    ) -> None:
+        stored = tuple(tensor.shape)
+        version = Version(
+            name=names[0],
+            kind=kind,
+            shape=stored if shape is None else shape,
+            stored_shape=stored,
+            dtype=tensor.dtype,
+            device=_real_device(tensor),
+            requires_grad=tensor.requires_grad,
+            layout=layout,
+            owner=owner,
+            origin=owner,
+        )
+        self._history[names[0]] = [(stage, version)]
+        self._aliases[names[0]] = names
+        self._canonical.update(dict.fromkeys(names, names[0]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._history)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._canonical
+
+    def canonical(self, name: str) -> str:
+        """The name under which a (possibly tied) tensor is recorded."""
+        try:
+            return self._canonical[name]
+        except KeyError:
+            raise PipelineError(
+                f"The model has no parameter or buffer named {name!r}.{closest(name, self._canonical)}",
+                "Use a name from `handle.parameters` or add it first.",
+                name=name,
+            ) from None
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """All names of a tied tensor, in module order."""
+        return self._aliases[self.canonical(name)]
+
+    def at(self, name: str, stage: int) -> Version | None:
+        """The version that holds after ``stage``, or None if the tensor does not exist by then."""
+        history = self._history[self.canonical(name)]
+        found = None
+        for written, version in history:
+            if written <= stage:
+                found = version
+        if found is not None and found is history[-1][1]:
+            # requires_grad may be flipped by the user at any time: the live tensor is the truth.
+            found = replace(found, requires_grad=self.tensor(name).requires_grad)
+        return found
+
+    def latest(self, name: str) -> Version:
+        """The version that stands now."""
+        version = self.at(name, max(stage for stage, _ in self._history[self.canonical(name)]))
+        assert version is not None
+        return version
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The live tensor that the compiled model reads."""
+        name = self.canonical(name)
+        module = self.module
+        found = module._overrides_parameters.get(name)
+        return module._overrides_buffers[name] if found is None else found
+
+    def original(self, name: str) -> torch.Tensor | None:
+        """The user's module's own tensor, or None for one that a plugin added."""
+        return self._originals.get(self.canonical(name))
+
+    def superseded(self) -> list[torch.nn.Parameter]:
+        """Parameters of the user's module that training no longer moves, because a plugin replaced them."""
+        return [
+            original
+            for name, original in self._originals.items()
+            if isinstance(original, torch.nn.Parameter) and self.tensor(name).data_ptr() != original.data_ptr()
+        ]
+
+    def _store(self, names: Iterable[str], kind: str, tensor: torch.Tensor) -> None:
+        overrides = (
+            self.module._overrides_parameters if kind == "parameter" else self.module._overrides_buffers
+        )
+        for name in names:
+            overrides[name] = tensor
+
+    def add(
+        self,
+        stage: int,
+        owner: str,
+        kind: Literal["parameter", "buffer"],
+        names: tuple[str, ...],
+        tensor: torch.Tensor,
+        shape: tuple[int, ...] | None,
+        layout: str,
+    ) -> None:
+        """Record a new tensor. Refuses a name that exists."""
+        for name in names:
+            if name in self._canonical:
+                raise PipelineError(
+                    f"Plugin {owner!r} adds {name!r}, which {self.latest(name).origin!r} added already.",
+                    "Choose a name that contains the plugin's own name.",
+                    name=name,
+                )
+        self._store(names, kind, tensor)
+        self._register(kind, names, tensor, stage, owner, shape, layout)
+
+    def write(
+        self, stage: int, owner: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], layout: str
+    ) -> None:
+        """Record a new version of an existing tensor, under all its names."""
+        name = self.canonical(name)
+        current = self.latest(name)
+        self._store(self._aliases[name], current.kind, tensor)
+        version = replace(
+            current,
+            shape=shape,
+            stored_shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            device=_real_device(tensor),
+            requires_grad=tensor.requires_grad,
+            layout=layout,
+            owner=owner,
+        )
+        history = self._history[name]
+        if history[-1][0] == stage:
+            history.pop()
+        history.append((stage, version))

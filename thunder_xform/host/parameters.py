@@ -1,0 +1,126 @@
+"""What a plugin sees of the ledger in ``update_model_state``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+
+from thunder_xform.errors import PipelineError
+from thunder_xform.host.ledger import Ledger, Version
+
+
+class Parameters:
+    """The model's parameters and buffers, for one plugin to read and to change.
+
+    Iterating gives the names of parameters, tied ones once, in module order; :attr:`buffers` the names of buffers.
+    Every change is recorded under the plugin's name, and from that record prologue, guards and computation inputs are
+    derived. The user's module keeps its own tensors.
+    """
+
+    def __init__(self, ledger: Ledger, stage: int, plugin: str) -> None:
+        self._ledger = ledger
+        self._stage = stage
+        self._plugin = plugin
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in list(self._ledger) if self._ledger.latest(name).kind == "parameter")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._ledger
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of all buffers, shared ones once."""
+        return tuple(name for name in self._ledger if self._ledger.latest(name).kind == "buffer")
+
+    def version(self, name: str) -> Version:
+        """Shape, dtype, layout, owner of a parameter or buffer as it stands now."""
+        return self._ledger.latest(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor that the compiled model reads now."""
+        return self._ledger.tensor(name)
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """All names of a tied tensor; the first is the one it is recorded under."""
+        return self._ledger.aliases(name)
+
+    def canonical(self, name: str) -> str:
+        """The name a tied tensor is recorded under."""
+        return self._ledger.canonical(name)
+
+    def original(self, name: str) -> torch.Tensor | None:
+        """The user's module's own tensor; None if a plugin added this one."""
+        return self._ledger.original(name)
+
+    def add(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        *,
+        requires_grad: bool = True,
+        kind: Literal["parameter", "buffer"] = "parameter",
+        aliases: Iterable[str] = (),
+        shape: tuple[int, ...] | None = None,
+        layout: str = "dense",
+    ) -> None:
+        """Add a parameter or buffer that the user's module does not have.
+
+        Args:
+            name: dotted name, new to the model.
+            tensor: its value; used as it is, not copied.
+            requires_grad: whether it trains (parameters only; integer tensors never do).
+            kind: parameter or buffer.
+            aliases: further names for the same tensor.
+            shape: logical shape where it differs from the tensor's.
+            layout: how the tensor encodes the logical one.
+
+        Raises:
+            PipelineError: a name is taken.
+        """
+        if kind == "parameter":
+            tensor = torch.nn.Parameter(tensor.detach(), requires_grad=requires_grad)
+        self._ledger.add(self._stage, self._plugin, kind, (name, *aliases), tensor, shape, layout)
+
+    def replace(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        *,
+        requires_grad: bool | None = None,
+        shape: tuple[int, ...] | None = None,
+        layout: str | None = None,
+    ) -> None:
+        """Hold another tensor for a parameter or buffer, under all its names.
+
+        Args:
+            name: an existing name.
+            tensor: the stored value, used as it is, not copied.
+            requires_grad: whether it trains; as before if None.
+            shape: logical shape; as before if None. Where the stored shape differs, say how in ``layout``.
+            layout: how the stored tensor encodes the logical one; as before if None.
+
+        Raises:
+            PipelineError: unknown name, or a stored shape that differs from the logical one with layout ``"dense"``.
+        """
+        current = self._ledger.latest(name)
+        shape = current.shape if shape is None else tuple(shape)
+        layout = current.layout if layout is None else layout
+        if layout == "dense" and tuple(tensor.shape) != shape:
+            raise PipelineError(
+                f"Plugin {self._plugin!r} stores {name!r} as {tuple(tensor.shape)}, but its logical shape is {shape} "
+                f"and its layout 'dense'.",
+                "Pass `layout=` to say how the stored tensor encodes the logical one, or `shape=` to change that.",
+                name=name,
+            )
+        if current.kind == "parameter":
+            train = current.requires_grad if requires_grad is None else requires_grad
+            tensor = torch.nn.Parameter(tensor.detach(), requires_grad=train)
+        self._ledger.write(self._stage, self._plugin, name, tensor, shape, layout)
+
+    def set_requires_grad(self, name: str, requires_grad: bool) -> None:
+        """Freeze or unfreeze a parameter in the compiled model only: same storage, another Parameter object."""
+        if self._ledger.latest(name).requires_grad != requires_grad:
+            self.replace(name, self.tensor(name), requires_grad=requires_grad)

@@ -1,0 +1,1 @@
+"""Process groups and meshes, collective operators, gradient synchronization, agreement between ranks."""

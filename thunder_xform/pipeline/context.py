@@ -1,0 +1,69 @@
+"""What a hook is told about where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from thunder_xform.host.ledger import Version
+    from thunder_xform.pipeline.session import Session
+
+
+class Context:
+    """Read-only view of one model's transformation, from the position of one plugin.
+
+    Attributes:
+        plugin: name of the plugin whose hook runs.
+        distribution: distribution it comes from.
+        index: its position in the pipeline.
+        state_kind: in ``export_state`` and ``import_state``: ``"full"``, ``"sharded"`` or ``"adapter"``; else None.
+    """
+
+    def __init__(self, session: Session, plugin: str, distribution: str, index: int) -> None:
+        self._session = session
+        self.plugin = plugin
+        self.distribution = distribution
+        self.index = index
+        self.state_kind: str | None = None
+
+    @property
+    def pipeline(self) -> tuple[str, ...]:
+        """Names of all plugins, in order."""
+        return self._session.names
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's module. Read its structure; never change it."""
+        return self._session.module._model
+
+    @property
+    def no_sync(self) -> bool:
+        """Whether gradients are to be accumulated locally in the backward of the call under way."""
+        return self._session.no_sync_depth > 0
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The live tensor of a parameter or buffer."""
+        return self._session.ledger.tensor(name)
+
+    def version(self, name: str) -> Version:
+        """What the ledger says of a parameter as this plugin left it."""
+        version = self._session.ledger.at(name, self.index)
+        if version is None:
+            raise KeyError(name)
+        return version
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """All names of a tied tensor."""
+        return self._session.ledger.aliases(name)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """Live parameters by name, tied ones once."""
+        return self._session.parameters()
+
+    def plugins(self) -> Mapping[str, Any]:
+        """All plugin instances of the pipeline by name."""
+        return dict(zip(self._session.names, self._session.plugins, strict=True))

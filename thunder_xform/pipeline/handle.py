@@ -1,0 +1,105 @@
+"""The user's grip on a transformed model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from thunder_xform.errors import PipelineError
+from thunder_xform.host.module import compiled_entries, session_of
+from thunder_xform.pipeline.events import CompileEvent
+from thunder_xform.pipeline.session import Session
+
+
+class Handle:
+    """What can be done with a transformed model besides calling it. Get one with :func:`thunder_xform.handle`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __repr__(self) -> str:
+        return f"<handle of a model transformed by {' -> '.join(self.pipeline)}>"
+
+    @property
+    def pipeline(self) -> tuple[str, ...]:
+        """Plugin names in order."""
+        return self._session.names
+
+    def plugin(self, name: str) -> Any:
+        """The plugin instance of that name."""
+        return self._session.plugin(name)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """The compiled model's parameters by name, tied ones once."""
+        return self._session.parameters()
+
+    @property
+    def events(self) -> tuple[CompileEvent, ...]:
+        """All compilations so far, with the reason for each."""
+        return tuple(self._session.events)
+
+    @property
+    def compiled_entries(self) -> int:
+        """How many compiled variants the model holds."""
+        return compiled_entries(self._session.module)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients locally in the backward of calls made inside.
+
+        The first backward of a call made outside reduces the sum, once. Entering once around several microbatches and
+        entering once per microbatch give the same gradients. ``model.no_sync`` is the same.
+        """
+        return self._session.no_sync()
+
+    def sync_gradients(self) -> None:
+        """Reduce what was accumulated locally, for loops that end inside :meth:`no_sync`. A collective."""
+        self._session.each("sync_gradients")
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm, over the whole model on all ranks, is at most ``max_norm``.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: order of the norm, ``inf`` for the largest magnitude.
+
+        Returns:
+            The norm before scaling, a scalar tensor, the same on all ranks.
+        """
+        parameters = [p for p in self._session.parameters().values() if p.grad is not None]
+        norm = self._session.gradient_norm(parameters, norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def invalidate(self, reason: str) -> int:
+        """Drop all compiled entries; the next call compiles. Returns how many there were."""
+        return self._session.invalidate(reason)
+
+    def explain(self) -> str:
+        """The pipeline, the reasons for its order, and what was compiled when and why, as text."""
+        session = self._session
+        lines = [f"pipeline: {session.resolution.text}"]
+        for earlier, later in zip(session.names, session.names[1:], strict=False):
+            lines.append(f"  {earlier} before {later}: {session.resolution.why(earlier, later)}")
+        for event in session.events:
+            seconds = ", ".join(f"{hook} {spent:.3f} s" for hook, spent in event.seconds.items())
+            lines.append(f"compilation {event.number}: {'; '.join(event.reasons)}{f' ({seconds})' if seconds else ''}")
+        return "\n".join(lines)
+
+
+def handle(model: Any) -> Handle:
+    """The handle of a model that ``thunder.jit`` transformed with a pipeline.
+
+    Raises:
+        PipelineError: ``model`` was not transformed by one.
+    """
+    session = session_of(model)
+    if session is None:
+        raise PipelineError(
+            f"{type(model).__name__} is not a model transformed by a pipeline.",
+            "Pass what thunder.jit(model, transforms=registry.resolve([...])) returned.",
+        )
+    return Handle(session)

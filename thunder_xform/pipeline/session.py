@@ -1,0 +1,184 @@
+"""The transformation of one model: ledger, guard key, and the hooks of all plugins in order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+import torch
+from thunder.core.module import ThunderModule
+
+from thunder_xform import hookspecs
+from thunder_xform.errors import PipelineError, VerificationError, XformError
+from thunder_xform.host import module as host_module
+from thunder_xform.host import verify
+from thunder_xform.host.guards import training_modes
+from thunder_xform.host.inputs import InputTable
+from thunder_xform.host.ledger import Ledger, Version
+from thunder_xform.host.parameters import Parameters
+from thunder_xform.parallel.agreement import agree_on, together
+from thunder_xform.pipeline.context import Context
+from thunder_xform.pipeline.events import CompileEvent
+
+if TYPE_CHECKING:
+    from thunder_xform.registry import Resolution, Step
+
+
+class Session:
+    """Everything that belongs to the one model that a pipeline transforms."""
+
+    module: ThunderModule
+    ledger: Ledger
+    #: inputs of the trace under transformation, as the latest plugin left them
+    table: InputTable
+
+    def __init__(self, resolution: Resolution, members: Sequence[tuple[Step, Any]], verify: bool) -> None:
+        self.resolution = resolution
+        self.plugins = tuple(plugin for _, plugin in members)
+        self.steps = tuple(step for step, _ in members)
+        self.names = tuple(step.name for step in self.steps)
+        self.contexts = tuple(Context(self, s.name, s.distribution, i) for i, s in enumerate(self.steps))
+        self.verify = verify
+        self.no_sync_depth = 0
+        self.events: list[CompileEvent] = []
+        self.attached = 0
+        self._groups: list[Any] = []
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs.Hooks)
+        for name, plugin in zip(self.names, self.plugins, strict=True):
+            self._manager.register(plugin, name=f"plugin {name}")
+        self._manager.check_pending()
+        self._keys: tuple[tuple[str, Callable[[], Hashable]], ...] = ()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def observe(self, observer: object) -> None:
+        """Register an observer, an object with ``@hookimpl(wrapper=True)`` methods; it sees every plugin's hooks."""
+        self._manager.register(observer)
+
+    def call(self, index: int, hook: str, **arguments: Any) -> Any:
+        """Call one plugin's implementation of ``hook``, inside the observers' wrappers."""
+        others = [p for i, p in enumerate(self.plugins) if i != index]
+        caller = self._manager.subset_hook_caller(hook, others)
+        try:
+            return caller(ctx=self.contexts[index], **arguments)
+        except XformError:
+            raise
+        except Exception as error:
+            error.add_note(f"In {hook} of plugin {self.names[index]!r} [{self.steps[index].distribution}].")
+            raise
+
+    def each(self, hook: str, **arguments: Any) -> None:
+        """Call ``hook`` of every plugin in order."""
+        for index in range(len(self.plugins)):
+            self.call(index, hook, **arguments)
+
+    def plugin(self, name: str) -> Any:
+        """The plugin instance of that name."""
+        if name not in self.names:
+            raise PipelineError(f"The pipeline {' -> '.join(self.names)} has no plugin {name!r}.", "Use one of its names.")
+        return self.plugins[self.names.index(name)]
+
+    def implements(self, index: int, hook: str) -> bool:
+        """Whether the plugin at ``index`` implements ``hook``, or an observer watches it."""
+        plugin = self.plugins[index]
+        implementations = getattr(self._manager.hook, hook).get_hookimpls()
+        return any(i.plugin is plugin or i.wrapper or i.hookwrapper for i in implementations)
+
+    # -- thunder.jit ---------------------------------------------------------------------------------------------
+
+    def attach(self, index: int, module: ThunderModule) -> None:
+        """Let plugin ``index`` transform the model's state. The first call opens the ledger, the last one seals it."""
+        if index == 0:
+            if self.attached:
+                raise PipelineError(
+                    f"This pipeline ({' -> '.join(self.names)}) transforms a model already.",
+                    "Call registry.resolve(...) again for another model; a pipeline serves one.",
+                )
+            self.module = module
+            self.ledger = Ledger(module)
+            self._groups = [group for plugin in self.plugins for group in plugin.process_groups()]
+            agree_on(self.resolution.lock, self._groups)
+        if index != self.attached or module is not self.module:
+            raise PipelineError(
+                f"Plugin {self.names[index]!r} was applied out of order; the pipeline is {' -> '.join(self.names)}.",
+                "Pass the pipeline to thunder.jit as it is, without reordering or slicing it.",
+            )
+        before = self._snapshot()
+        with together(self._groups, f"update_model_state of plugin {self.names[index]!r}"):
+            self.call(index, "update_model_state", params=Parameters(self.ledger, index, self.names[index]))
+            self.check_declared(index, "update_model_state", verify.state_effects(before, self._snapshot()))
+        self.attached += 1
+        if self.attached == len(self.plugins):
+            self._seal()
+
+    def _seal(self) -> None:
+        modes = training_modes(self.module._model)
+        keys: list[tuple[str, Callable[[], Hashable]]] = [("training", modes)]
+        for implementation in self._manager.hook.guard_key.get_hookimpls():
+            if implementation.plugin in self.plugins:
+                # Called on every call of the model, hence directly and not through pluggy.
+                index = self.plugins.index(implementation.plugin)
+                wanted = {"ctx": self.contexts[index]} if "ctx" in implementation.argnames else {}
+                keys.append((self.names[index], partial(implementation.function, **wanted)))
+        self._keys = tuple(sorted(keys[1:], key=lambda k: self.names.index(k[0])) + keys[:1])
+        host_module.attach(self.module, self, self.no_sync)
+
+    def _snapshot(self) -> dict[str, Version]:
+        return {name: self.ledger.latest(name) for name in self.ledger}
+
+    def check_declared(
+        self, index: int, hook: str, found: dict[str, str], before: Any = "", after: Any = ""
+    ) -> None:
+        """Refuse effects that the manifest of plugin ``index`` does not declare."""
+        manifest = self.steps[index].manifest
+        for problem in verify.undeclared(found, manifest.effects.writes):
+            self.fail(index, hook, problem, before, after)
+
+    def fail(self, index: int, hook: str, problem: str, before: Any = "", after: Any = "") -> None:
+        """Blame plugin ``index`` for ``problem``."""
+        step = self.steps[index]
+        raise VerificationError(step.name, step.distribution, hook, problem, str(before), str(after))
+
+    # -- state that guards compiled entries ----------------------------------------------------------------------
+
+    def key(self) -> tuple[Hashable, ...]:
+        """The value that compiled entries are valid for, now."""
+        return tuple([read() for _, read in self._keys])
+
+    def named_key(self) -> dict[str, Hashable]:
+        """:meth:`key` with the names of those who contribute to it."""
+        return {name: read() for name, read in self._keys}
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally in the backward of calls made inside."""
+        self.no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self.no_sync_depth -= 1
+
+    def invalidate(self, event: str) -> int:
+        """Drop all compiled entries because of ``event``; returns how many there were."""
+        self.each("invalidate_cache", event=event)
+        return host_module.drop_compiled_entries(self.module)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Live parameters by name, tied ones once."""
+        return {
+            name: tensor
+            for name in self.ledger
+            if isinstance(tensor := self.ledger.tensor(name), torch.nn.Parameter)
+        }
+
+    def gradient_norm(self, parameters: list[torch.nn.Parameter], norm_type: float) -> torch.Tensor:
+        """Norm of the whole gradient of ``parameters``: from the plugin that distributes them, else plainly."""
+        for index in reversed(range(len(self.plugins))):
+            norm = self.call(index, "gradient_norm", parameters=parameters, norm_type=norm_type)
+            if norm is not None:
+                return norm  # type: ignore[no-any-return]
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
