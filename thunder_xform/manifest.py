@@ -33,8 +33,8 @@ class Manifest:
     """The declarations of one plugin, or of a bundle (a manifest without ``plugin``).
 
     *Names* are lower-case identifiers.  *Capabilities* are dotted (``parallel.shard``).  An *edge* names
-    either, or all capabilities below a prefix (``weights.*``).  A bundle stands for the plugins it requires and
-    may preset their options; it is replaced by them and is no step of its own.
+    either, or all capabilities below a prefix (``weights.*``).  A bundle stands for the plugins it requires
+    and may preset their options; it is replaced by them and is no step of its own.
     """
 
     schema: int = SCHEMA

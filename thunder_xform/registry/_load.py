@@ -10,7 +10,7 @@ from typing import Any
 from thunder_xform.errors import LoadError, OptionError, UnknownOptionError, XformError
 from thunder_xform.registry._resolution import Resolution
 from thunder_xform.registry._step import Step
-from thunder_xform.registry._values import Mismatch, convert
+from thunder_xform.registry._values import convert_option
 
 __all__ = ["load", "load_class"]
 
@@ -65,10 +65,7 @@ def _build_options(step: Step, cls: Any) -> Any:
                 raise UnknownOptionError(plugin=step.name, distribution=step.origin, option=name, known=known)
         hints = _hints(cls)
         for name, value in values.items():
-            try:
-                values[name] = convert(value, hints.get(name, Any))
-            except Mismatch as wanted:
-                raise _option_error(step, name, value, wanted) from None
+            values[name] = convert_option(step.name, step.origin, name, value, hints.get(name, Any))
         missing = [name for name, field in known.items() if name not in values and _required(field)]
         if missing:
             raise OptionError(
@@ -105,17 +102,6 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def _required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _option_error(step: Step, option: str, value: object, wanted: object) -> OptionError:
-    return OptionError(
-        f"the option {option!r} of {step.name!r} [{step.origin}] is {value!r}, which it does not take.",
-        f"Give {wanted}.",
-        plugin=step.name,
-        distribution=step.distribution,
-        option=option,
-        value=repr(value),
-    )
 
 
 def _load_error(step: Step, target: str, what: str, cause: Exception) -> LoadError:

@@ -24,6 +24,7 @@ from thunder_xform.registry._request import Wish, canonical, read_request
 from thunder_xform.registry._resolution import Resolution
 from thunder_xform.registry._select import Selection
 from thunder_xform.registry._step import Step
+from thunder_xform.registry._values import convert_option, static_hint
 
 __all__ = ["make_plan"]
 
@@ -46,6 +47,7 @@ def make_plan(
         for key in wish.defaulted - presets.get(name, {}).keys():
             del values[key]
         _check_names(record, manifest, values)
+        values = _convert(record, manifest, values)
         steps.append(
             Step(
                 name=name,
@@ -140,6 +142,16 @@ def _check_preset(bundle: Record, record: Record, manifest: Manifest, values: Ma
             field=f"defaults.{record.name}",
             distribution=bundle.origin,
         ) from None
+
+
+def _convert(record: Record, manifest: Manifest, values: dict[str, Any]) -> dict[str, Any]:
+    """The values as the source of the options class annotates them."""
+    fields = (read_options(manifest.options) if manifest.options and values else None) or ()
+    hints = {field.name: static_hint(field.annotation) for field in fields if field.name in values}
+    return {
+        key: convert_option(record.name, record.origin, key, value, hints[key]) if key in hints else value
+        for key, value in values.items()
+    }
 
 
 def _check_names(record: Record, manifest: Manifest, values: Mapping[str, Any]) -> None:

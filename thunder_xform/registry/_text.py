@@ -30,7 +30,7 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def render(items: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """The text that `parse` reads back, save for values that are no literals; they show as ``<their.type>``."""
+    """The text that `parse` reads back; a value that is no literal shows as ``<its.type>``."""
     return " + ".join(
         f"{name}({', '.join(f'{key}={_literal(options[key])}' for key in sorted(options))})"
         if options

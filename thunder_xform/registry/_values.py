@@ -1,97 +1,169 @@
-"""Check option values against the annotations of their dataclass."""
+"""Check option values against annotations: those of the loaded class, or their source text before loading."""
 
 from __future__ import annotations
 
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, Union
 
-__all__ = ["Mismatch", "convert"]
+from thunder_xform.errors import OptionError
+
+if TYPE_CHECKING:
+    import ast
+
+__all__ = ["convert_option", "static_hint"]
 
 
-class Mismatch(Exception):
-    """A value does not have the annotated form; the message is the form wanted."""
+class _Mismatch(Exception):
+    """A value does not have the annotated form."""
 
 
-def convert(value: Any, hint: Any) -> Any:
+def convert_option(plugin: str, origin: str, option: str, value: Any, hint: Any) -> Any:
     """`value` as the annotation `hint` wants it; ints are taken for floats, and lists for tuples and back.
 
-    An annotation that this function does not know accepts anything.
+    An annotation that this module does not know accepts anything.
 
     Raises:
-        Mismatch: with the form wanted.
+        OptionError: naming the plugin, its distribution (`origin`), the value, and the form wanted.
     """
+    try:
+        return _convert(value, hint)
+    except _Mismatch:
+        raise OptionError(
+            f"the option {option!r} of {plugin!r} [{origin}] is {value!r}, which it does not take.",
+            f"Give {_describe(hint)}.",
+            plugin=plugin,
+            distribution=origin,
+            option=option,
+            value=repr(value),
+        ) from None
+
+
+def static_hint(annotation: str) -> Any:
+    """The annotation that the source text stands for; parts with unknown names become ``Any``."""
+    import ast
+
+    try:
+        return _evaluate(ast.parse(annotation, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError):
+        return Any
+
+
+_NAMES = {
+    **{cls.__name__: cls for cls in (bool, dict, float, int, list, object, str, tuple)},
+
+        "Literal": Literal,
+        "Mapping": Mapping,
+        "Optional": typing.Optional,
+        "Sequence": Sequence,
+        "Union": Union
+    ,
+    "Dict": dict, "List": list, "Tuple": tuple,
+}
+
+
+def _evaluate(node: ast.expr) -> Any:
+    import ast
+
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.Constant(value=str(text)):
+            return static_hint(text)
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return _NAMES.get(name, Any)
+        case ast.BinOp(op=ast.BitOr(), left=left, right=right):
+            return Union[_evaluate(left), _evaluate(right)]  # noqa: UP007
+        case ast.Subscript(value=value, slice=part):
+            base = _evaluate(value)
+            if base is Any:
+                return Any
+            parts = part.elts if isinstance(part, ast.Tuple) else [part]
+            literal = base is Literal
+            args = tuple(ast.literal_eval(p) if literal or _is_ellipsis(p) else _evaluate(p) for p in parts)
+            return base[args if len(args) != 1 else args[0]]
+    return Any
+
+
+def _is_ellipsis(node: ast.expr) -> bool:
+    import ast
+
+    return isinstance(node, ast.Constant) and node.value is Ellipsis
+
+
+def _convert(value: Any, hint: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint in (None, type(None)):
-        return _require(value is None, value, hint)
+    kind = origin or hint
+    if hint is Any or hint is object:
+        return value
+    if hint is None or hint is type(None):
+        return _require(value is None, value)
     if hint is float:
-        wanted = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(_require(wanted, value, hint))
+        return float(_require(isinstance(value, int | float) and not isinstance(value, bool), value))
     if hint is int:
-        return _require(isinstance(value, int) and not isinstance(value, bool), value, hint)
-    if hint in (bool, str):
-        return _require(isinstance(value, hint), value, hint)
-    if origin is Literal:
-        return _require(any(type(value) is type(a) and value == a for a in args), value, hint)
-    if origin in (Union, types.UnionType):
-        return _convert_union(value, hint, args)
-    if hint in (tuple, list, Sequence) or origin in (tuple, list, Sequence):
-        return _convert_sequence(value, hint, origin or hint, args)
-    if hint in (dict, Mapping) or origin in (dict, Mapping):
-        _require(isinstance(value, Mapping), value, hint)
+        return _require(isinstance(value, int) and not isinstance(value, bool), value)
+    if kind is Literal:
+        return _require(any(type(value) is type(arg) and value == arg for arg in args), value)
+    if kind in (Union, types.UnionType):
+        return _convert_union(value, args)
+    if kind in (tuple, list, Sequence):
+        return _convert_sequence(value, kind, args)
+    if kind in (dict, Mapping):
         key, entry = args or (Any, Any)
-        return {_part(k, key, hint): _part(v, entry, hint) for k, v in value.items()}
-    if origin is typing.Annotated:
-        return convert(value, args[0])
-    if isinstance(hint, type) and origin is None and hint is not object:
-        return _require(isinstance(value, hint) or typing.is_typeddict(hint), value, hint)
+        return {
+            _convert(k, key): _convert(v, entry)
+            for k, v in _require(isinstance(value, Mapping), value).items()
+        }
+    if kind is typing.Annotated:
+        return _convert(value, args[0])
+    return _require(_may_be(value, hint), value)
+
+
+def _convert_union(value: Any, args: tuple[Any, ...]) -> Any:
+    # An exact member comes first, so that `float | int` leaves an int alone.
+    for arg in sorted(args, key=lambda arg: arg is not type(value)):
+        try:
+            return _convert(value, arg)
+        except _Mismatch:
+            continue
+    raise _Mismatch
+
+
+def _convert_sequence(value: Any, kind: Any, args: tuple[Any, ...]) -> Any:
+    _require(isinstance(value, tuple | list), value)
+    if kind is tuple and args and args[-1] is not Ellipsis:
+        _require(len(value) == len(args), value)
+        return tuple(map(_convert, value, args))
+    entry = args[0] if args else Any
+    return (list if kind is list else tuple)(_convert(v, entry) for v in value)
+
+
+def _may_be(value: Any, hint: Any) -> bool:
+    try:
+        return isinstance(value, hint)
+    except TypeError:  # A protocol, a type variable, ...: not for this module to judge.
+        return True
+
+
+def _require(condition: bool, value: Any) -> Any:
+    if not condition:
+        raise _Mismatch
     return value
 
 
-def describe(hint: Any) -> str:
-    """The annotation in words, such as ``'a', 'b' or None``."""
+def _describe(hint: Any) -> str:
+    """The annotation in words, such as ``'a' or 'b' or None``."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint in (None, type(None)):
+    if hint is None or hint is type(None):
         return "None"
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin in (Union, types.UnionType):
-        return " or ".join(map(describe, args))
-    name = getattr(hint, "__name__", None) or str(hint)
-    if origin is not None and args:
-        return f"{name}[{', '.join('...' if arg is Ellipsis else describe(arg) for arg in args)}]"
-    return name
-
-
-def _convert_union(value: Any, hint: Any, args: tuple[Any, ...]) -> Any:
-    # An exact member comes first, so that `int | float` leaves an int alone.
-    for arg in sorted(args, key=lambda arg: arg is not type(value)):
-        try:
-            return convert(value, arg)
-        except Mismatch:
-            continue
-    raise Mismatch(describe(hint))
-
-
-def _convert_sequence(value: Any, hint: Any, kind: Any, args: tuple[Any, ...]) -> Any:
-    _require(isinstance(value, tuple | list), value, hint)
-    if kind is tuple and args and args[-1] is not Ellipsis:
-        fixed = () if args == ((),) else args
-        _require(len(value) == len(fixed), value, hint)
-        return tuple(_part(v, arg, hint) for v, arg in zip(value, fixed, strict=True))
-    entry = args[0] if args else Any
-    return (list if kind is list else tuple)(_part(v, entry, hint) for v in value)
-
-
-def _part(value: Any, hint: Any, whole: Any) -> Any:
-    try:
-        return convert(value, hint)
-    except Mismatch:
-        raise Mismatch(describe(whole)) from None
-
-
-def _require(condition: bool, value: Any, hint: Any) -> Any:
-    if not condition:
-        raise Mismatch(describe(hint))
-    return value
+        return " or ".join(map(_describe, args))
+    if origin is typing.Annotated:
+        return _describe(args[0])
+    if hint is Ellipsis:
+        return "..."
+    name = getattr(origin or hint, "__name__", str(hint))
+    return f"{name}[{', '.join(map(_describe, args))}]" if args else name
