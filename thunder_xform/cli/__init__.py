@@ -1,0 +1,126 @@
+"""The ``thunder-xform`` command: look at plugins and plan pipelines without importing them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from thunder_xform.errors import XformError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: ``sys.argv``).
+
+    Returns:
+        0 if all is well, 1 if there is a problem, which is on standard error; usage errors exit with 2.
+    """
+    arguments = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except XformError as error:
+        from thunder_xform.cli._output import print_error
+
+        print_error(error, json=arguments.json)
+        return 1
+    except BrokenPipeError:  # The reader, such as `head`, has seen enough.
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="thunder-xform",
+        description="Look at plugins and plan pipelines. Only `validate --imports` executes their code.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        sub.add_argument("--json", action="store_true", help="print JSON on standard output")
+        return sub
+
+    listing = command("list", _list, "List the announced plugins, broken ones included.")
+    _add_lists(listing)
+    show = command("show", _show, "Show what a plugin declares, and its options.")
+    show.add_argument("name", metavar="NAME")
+    why = command("why", _why, "Say why two plugins run in their order.")
+    why.add_argument("names", metavar="NAME", nargs=2)
+    _add_lists(why)
+    _add_edges(why)
+    plan = command("plan", _plan, "Order plugins and all that they require, without importing them.")
+    plan.add_argument(
+        "request", metavar="REQUEST", nargs="+", help="a name, or text such as 'lora(rank=8) + fsdp'"
+    )
+    _add_lists(plan)
+    _add_edges(plan)
+    validate = command(
+        "validate", _validate, "Check a distribution, project folder or manifest against the format."
+    )
+    validate.add_argument("target", metavar="DIST|PATH")
+    validate.add_argument(
+        "--imports", action="store_true", help="also import the plugin: this executes its code"
+    )
+    command("doctor", _doctor, "Check torch, Thunder, executors, process-group backends and all plugins.")
+    return parser
+
+
+def _add_lists(parser: argparse.ArgumentParser) -> None:
+    for name, what in (("allow", "use only these"), ("deny", "leave these out")):
+        parser.add_argument(f"--{name}", action="append", metavar="NAME|DIST", help=f"{what}; repeatable")
+
+
+def _add_edges(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--edge", action="append", default=[], type=_edge, metavar="A:B", help="run A before B; repeatable"
+    )
+
+
+def _edge(text: str) -> tuple[str, str]:
+    first, colon, then = (part.strip() for part in text.partition(":"))
+    if not (first and colon and then):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST:THEN")
+    return first, then
+
+
+# Each command's module is imported when it runs, so that `--help` stays instant.
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from thunder_xform.cli._list import run
+
+    return run(arguments)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from thunder_xform.cli._show import run
+
+    return run(arguments)
+
+
+def _why(arguments: argparse.Namespace) -> int:
+    from thunder_xform.cli._plan import run_why
+
+    return run_why(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from thunder_xform.cli._plan import run_plan
+
+    return run_plan(arguments)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from thunder_xform.cli._validate import run
+
+    return run(arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from thunder_xform.cli._doctor import run
+
+    return run(arguments)
