@@ -77,7 +77,6 @@ def _torch() -> Iterator[_Finding]:
 
 def _thunder() -> Iterator[_Finding]:
     try:
-        importlib.import_module("thunder_xform.host.compat").install()
         thunder = importlib.import_module("thunder")
     except Exception as error:
         text = f"cannot be imported ({type(error).__name__}: {error}). Install lightning-thunder."

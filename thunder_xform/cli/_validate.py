@@ -60,7 +60,7 @@ def _targets(target: str) -> list[Record]:
     if not found:
         known = sorted({record.distribution for record in records})
         raise UnknownNameError(
-            f"{target!r} is neither a path nor an installed distribution with plugins.{closest(target, known)}",
+            f"{target!r} is neither a path nor a distribution with plugins.{closest(target, known)}",
             "Give a distribution, a manifest, or a folder that contains one.",
             name=target,
             known=tuple(known),
@@ -71,9 +71,8 @@ def _targets(target: str) -> list[Record]:
 def _manifests(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    found = [
-        match for pattern in ("", "*/", "src/*/") for match in sorted(path.glob(f"{pattern}manifest.toml"))
-    ]
+    places = ("manifest.toml", "*/manifest.toml", "src/*/manifest.toml")
+    found = [match for place in places for match in sorted(path.glob(place))]
     if not found:
         raise UnknownNameError(
             f"{path} contains no manifest.toml, nor does a package directly in it or in its src/.",
@@ -159,7 +158,8 @@ def _check_imports(record: Record) -> Iterator[str]:
     manifest = record.manifest
     if manifest is None or manifest.is_bundle:
         return
-    step = Step(name=record.name, distribution=record.distribution, version=record.version, manifest=manifest)
+    distribution = record.distribution or record.packages[0].name
+    step = Step(name=record.name, distribution=distribution, version=record.version, manifest=manifest)
     before = set(sys.modules)
     # The options first: whatever they pull in shows before the plugin does.
     for field in ("options", "plugin"):

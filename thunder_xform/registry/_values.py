@@ -52,14 +52,14 @@ def static_hint(annotation: str) -> Any:
 
 _NAMES = {
     **{cls.__name__: cls for cls in (bool, dict, float, int, list, object, str, tuple)},
-
-        "Literal": Literal,
-        "Mapping": Mapping,
-        "Optional": typing.Optional,
-        "Sequence": Sequence,
-        "Union": Union
-    ,
-    "Dict": dict, "List": list, "Tuple": tuple,
+    "Literal": Literal,
+    "Mapping": Mapping,
+    "Optional": typing.Optional,
+    "Sequence": Sequence,
+    "Union": Union,
+    "Dict": dict,
+    "List": list,
+    "Tuple": tuple,
 }
 
 
