@@ -97,7 +97,7 @@ class Computation:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters and buffers that the trace reads, in order of first use."""
+        """Names of the parameters and buffers whose stored tensors the trace reads, in order of first use."""
         return tuple(self._table.names_in(self._trace))
 
     @property
@@ -112,7 +112,7 @@ class Computation:
         return tuple(
             name
             for name in self.parameters
-            if self._table.current(name).name in live and self._table.current(name).requires_grad
+            if self._table.inputs[name].name in live and self._table.inputs[name].requires_grad
         )
 
     def operations(self) -> Iterator[Operation]:
@@ -146,50 +146,38 @@ class Computation:
         return self._edited(visit)
 
     def restore(self, groups: Iterable[tuple[Sequence[str], Restore]], *, recompute: bool = False) -> Computation:
-        """Turn stored parameters back into the tensors that the model's operators use.
+        """Put operators between stored parameters and everything that reads them.
+
+        Whatever read the inputs of ``names`` up to now reads the outputs of ``fn`` instead: a gathered weight for a
+        shard, say. Call it for every parameter whose stored form the plugin changed through the ledger.
 
         Args:
             groups: pairs ``(names, fn)``. Right before the first use of any of ``names``, ``fn(*stored)`` is called with
-                the stored tensors in that order and returns as many tensors of the logical shapes, which every use of
-                those parameters then reads.
+                the stored tensors in that order and returns as many tensors, of the shapes that the inputs had before.
             recompute: call ``fn``'s operators again in the backward instead of keeping their outputs for it.
 
         Raises:
             PipelineError: a name that the trace does not read; outputs that do not fit.
         """
         waiting: dict[str, tuple[Sequence[str], Restore]] = {}
+        read, inputs = set(self.parameters), self._table.inputs
         for names, fn in groups:
             for name in names:
-                if name not in self.parameters:
+                if name not in read:
                     raise PipelineError(
                         f"Cannot restore {name!r}: the computation does not read it.",
                         "Restore only names from `computation.parameters`.",
                         name=name,
                     )
-                waiting[self._table.current(name).name] = (names, fn)
+                waiting[inputs[name].name] = (names, fn)
 
         def visit(bsym: BoundSymbol, editor: _Editor) -> bool:
-            used = [a.name for a in bsym.flat_proxy_args if a.name in waiting] if waiting else []
-            if bsym.sym.id == _RETURN:
-                used = [p.name for p in tree_flatten(bsym.args[0]["output"])[0]
-                        if isinstance(p, Proxy) and p.name in waiting]
-            for use in used:
-                if use not in waiting:
-                    continue
-                names, fn = waiting[use]
-                old = [editor.table.current(name) for name in names]
-                for proxy in old:
-                    waiting.pop(proxy.name)
-                stored = [editor.edit.stored(name) for name in names]
-                result, inserted = editor.run(lambda fn=fn, stored=stored: fn(*stored))
-                outputs = sequencify(result)
-                if recompute:
-                    for output in outputs:
-                        output.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
-                editor.emit(inserted)
-                editor.substitute(old, outputs, f"the restored {', '.join(map(repr, names))}", same_dtype=False)
-                for name, output in zip(names, outputs, strict=True):
-                    editor.table.set_value(name, output)
+            for use in _uses(bsym):
+                if use in waiting:
+                    names, fn = waiting[use]
+                    for name in names:
+                        del waiting[inputs[name].name]
+                    editor.restore(names, fn, recompute)
             return False
 
         return self._edited(visit)
@@ -197,6 +185,13 @@ class Computation:
     def _edited(self, visit: Callable[[BoundSymbol, _Editor], bool]) -> Computation:
         editor = _Editor(self._trace, self._table.copy())
         return Computation(editor.walk(visit), editor.table)
+
+
+def _uses(bsym: BoundSymbol) -> list[str]:
+    """Names of the proxies that an operator, or the return statement as the model wrote it, reads."""
+    if bsym.sym.id == _RETURN:
+        return [p.name for p in tree_flatten(bsym.args[0]["output"])[0] if isinstance(p, Proxy)]
+    return [a.name for a in bsym.flat_proxy_args]
 
 
 class _Editor:
@@ -239,6 +234,23 @@ class _Editor:
                 )
             if before is not after:
                 self._swaps[variableify(before)] = after
+
+    def restore(self, names: Sequence[str], fn: Restore, recompute: bool) -> None:
+        """Insert ``fn`` on the stored tensors of ``names`` and redirect what read their inputs to its outputs."""
+        inputs = self.table.inputs
+        old = [inputs[name] for name in names]
+        stored = [self.table.stored(name, self.trace) for name in names]
+        result, inserted = self.run(lambda: fn(*stored))
+        if recompute:
+            for bsym in inserted:
+                for output in bsym.flat_proxy_outs:
+                    output.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+        self.emit(inserted)
+        outputs = sequencify(result)
+        self.substitute(old, outputs, f"the restored {', '.join(map(repr, names))}", same_dtype=False)
+        for name, before, after in zip(names, old, outputs, strict=True):
+            if self.table.current(name) is before:
+                self.table.set_value(name, after)
 
     def walk(self, visit: Callable[[BoundSymbol, _Editor], bool]) -> TraceCtx:
         with tracectx(self.trace):

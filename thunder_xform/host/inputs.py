@@ -45,7 +45,7 @@ class InputTable:
         self._stored = stored
         self._values = values
         self._others = others
-        self._names = {proxy.name: name for name, proxy in values.items()}
+        self._names = {proxy.name: name for proxies in (values, stored) for name, proxy in proxies.items()}
 
     def copy(self) -> InputTable:
         """An independent table for the next edit."""
@@ -54,7 +54,7 @@ class InputTable:
         )
 
     def name_of(self, proxy: TensorProxy) -> str | None:
-        """The parameter whose value ``proxy`` is."""
+        """The parameter whose value or stored tensor ``proxy`` is."""
         return self._names.get(proxy.name)
 
     def current(self, name: str) -> TensorProxy:
@@ -62,15 +62,17 @@ class InputTable:
         return self._values[self._ledger.canonical(name)]
 
     def names_in(self, trace: TraceCtx) -> Iterator[str]:
-        """Names of the parameters whose values the trace reads, in order of first use."""
-        seen: set[str] = set()
+        """Names of the parameters whose inputs the trace reads, in order of first use."""
+        waiting = {proxy.name: name for name, proxy in self._stored.items()}
         for bsym in trace.bound_symbols:
             if bsym.sym.id == _UNPACK:
                 continue
-            for argument in bsym.flat_proxy_args:
-                name = self._names.get(argument.name)
-                if name is not None and name not in seen and bsym.sym.id != prims.PrimIDs.RETURN:
-                    seen.add(name)
+            read = (
+                tree_flatten(bsym.args[0]["output"])[0] if bsym.sym.id == prims.PrimIDs.RETURN else bsym.flat_proxy_args
+            )
+            for argument in read:
+                name = waiting.pop(getattr(argument, "name", ""), None)
+                if name is not None:
                     yield name
 
     def value(self, name: str, trace: TraceCtx) -> TensorProxy:
@@ -91,6 +93,7 @@ class InputTable:
         proxy = self._stored.get(name)
         if proxy is None or not matches(proxy, version):
             self._stored[name] = proxy = self._make(version, trace)
+            self._names[proxy.name] = name
         return proxy
 
     def _version(self, name: str) -> Version:

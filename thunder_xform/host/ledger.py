@@ -59,6 +59,7 @@ class Ledger:
 
     def __init__(self, module: ThunderModule) -> None:
         self.module = module
+        self.release_requested = False
         self._history: dict[str, list[tuple[int, Version]]] = {}
         self._aliases: dict[str, tuple[str, ...]] = {}
         self._canonical: dict[str, str] = {}
@@ -153,7 +154,7 @@ class Ledger:
         return [
             original
             for name, original in self._originals.items()
-            if isinstance(original, torch.nn.Parameter) and self.tensor(name).data_ptr() != original.data_ptr()
+            if isinstance(original, torch.nn.Parameter) and not _shares_storage(self.tensor(name), original)
         ]
 
     def _store(self, names: Iterable[str], kind: str, tensor: torch.Tensor) -> None:
@@ -205,3 +206,23 @@ class Ledger:
         if history[-1][0] == stage:
             history.pop()
         history.append((stage, version))
+
+    def release_originals(self) -> None:
+        """Put meta tensors into the user's module for every parameter and buffer that a plugin replaced."""
+        for name, original in list(self._originals.items()):
+            if original.is_meta or self.tensor(name) is original or _shares_storage(self.tensor(name), original):
+                continue
+            released = original.detach().to("meta")
+            if isinstance(original, torch.nn.Parameter):
+                released = torch.nn.Parameter(released, requires_grad=original.requires_grad)
+            # Thunder's tracer takes the device of a meta tensor from here.
+            released._thunder_device = original.device  # type: ignore[attr-defined]
+            for alias in self._aliases[name]:
+                path, _, leaf = alias.rpartition(".")
+                owner = self.module._model.get_submodule(path)
+                (owner._parameters if leaf in owner._parameters else owner._buffers)[leaf] = released
+            self._originals[name] = released
+
+
+def _shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -124,3 +124,10 @@ class Parameters:
         """Freeze or unfreeze a parameter in the compiled model only: same storage, another Parameter object."""
         if self._ledger.latest(name).requires_grad != requires_grad:
             self.replace(name, self.tensor(name), requires_grad=requires_grad)
+
+    def release_originals(self) -> None:
+        """Once all plugins are done, free the storage of the user's module's tensors that were replaced.
+
+        They become tensors on the meta device. This changes the user's module: only do it when its owner asked.
+        """
+        self._ledger.release_requested = True

@@ -91,26 +91,29 @@ def _checks_match(table: InputTable, ledger: Ledger) -> Iterator[str]:
                 yield f"the live tensor of {name!r} {mismatch}"
 
 
-def state_effects(before: Mapping[str, Version], after: Mapping[str, Version]) -> dict[str, str]:
-    """Effects on parameters and buffers, each with an example, between two snapshots of the ledger."""
+def state_effects(
+    before: Mapping[str, tuple[Version, int]], after: Mapping[str, tuple[Version, int]]
+) -> dict[str, str]:
+    """Effects on parameters and buffers, each with an example, between two snapshots of versions and data pointers."""
     found: dict[str, str] = {}
-    for name, version in after.items():
-        old = before.get(name)
-        kind = f"{version.kind}s" if version.kind == "buffer" else "params"
-        if old is None:
+    for name, (version, pointer) in after.items():
+        kind = "buffers" if version.kind == "buffer" else "params"
+        if name not in before:
             found.setdefault(f"{kind}.set", f"adds {name!r}")
             continue
-        if old is version:
-            continue
+        old, old_pointer = before[name]
+        layout, old_layout = (version.stored_shape, version.layout), (old.stored_shape, old.layout)
         for effect, a, b in (
             ("shape", old.shape, version.shape),
-            ("layout", (old.stored_shape, old.layout), (version.stored_shape, version.layout)),
+            ("layout", old_layout, layout),
             ("dtype", old.dtype, version.dtype),
             ("device", old.device, version.device),
             ("requires_grad", old.requires_grad, version.requires_grad),
         ):
             if a != b:
                 found.setdefault(f"{kind}.{effect}", f"changes {name!r} from {a} to {b}")
+        if pointer != old_pointer and layout == old_layout:
+            found.setdefault(f"{kind}.data", f"replaces the values of {name!r}")
     return found
 
 

@@ -1,1 +1,28 @@
 """Process groups and meshes, collective operators, gradient synchronization, agreement between ranks."""
+
+from __future__ import annotations
+
+from thunder_xform.parallel.agreement import agree_on, gather_objects, together
+from thunder_xform.parallel.collectives import broadcast, in_chunks
+from thunder_xform.parallel.groups import process_group
+from thunder_xform.parallel.replicate import (
+    ReplicatedBucket,
+    reduce_accumulated,
+    reduce_start,
+    reduce_wait,
+    replicate,
+)
+
+__all__ = [
+    "ReplicatedBucket",
+    "agree_on",
+    "broadcast",
+    "gather_objects",
+    "in_chunks",
+    "process_group",
+    "reduce_accumulated",
+    "reduce_start",
+    "reduce_wait",
+    "replicate",
+    "together",
+]

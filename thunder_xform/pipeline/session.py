@@ -125,10 +125,12 @@ class Session:
                 wanted = {"ctx": self.contexts[index]} if "ctx" in implementation.argnames else {}
                 keys.append((self.names[index], partial(implementation.function, **wanted)))
         self._keys = tuple(sorted(keys[1:], key=lambda k: self.names.index(k[0])) + keys[:1])
+        if self.ledger.release_requested:
+            self.ledger.release_originals()
         host_module.attach(self.module, self, self.no_sync)
 
-    def _snapshot(self) -> dict[str, Version]:
-        return {name: self.ledger.latest(name) for name in self.ledger}
+    def _snapshot(self) -> dict[str, tuple[Version, int]]:
+        return {name: (self.ledger.latest(name), self.ledger.tensor(name).data_ptr()) for name in self.ledger}
 
     def check_declared(
         self, index: int, hook: str, found: dict[str, str], before: Any = "", after: Any = ""

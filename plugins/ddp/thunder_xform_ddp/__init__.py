@@ -1,0 +1,1 @@
+"""Data parallel training with Thunder: every rank holds all parameters, gradients are averaged."""

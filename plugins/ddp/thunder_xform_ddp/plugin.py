@@ -1,0 +1,89 @@
+"""The plugin ``ddp``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import thunder_xform as tx
+from thunder_xform import parallel
+from thunder_xform_ddp.options import Options
+
+
+class DDP(tx.Plugin[Options]):
+    """Data parallelism in the manner of ``torch.nn.parallel.DistributedDataParallel`` (Li et al., VLDB 2020)."""
+
+    def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return (parallel.process_group(self.options.process_group, "ddp"),)
+
+    @tx.hookimpl
+    def update_model_state(self, params: tx.Parameters, ctx: tx.Context) -> None:
+        (self._group,) = self.process_groups()
+        source = self.options.broadcast_from
+        world = dist.get_world_size(self._group)
+        if source is not None and not 0 <= source < world:
+            raise tx.errors.ParallelError(
+                f"Plugin 'ddp' shall broadcast from rank {source}, but its process group has {world} ranks.",
+                f"Set broadcast_from to a rank between 0 and {world - 1}.",
+            )
+        names = [*params, *params.buffers]
+        _refuse_unusable({name: params.tensor(name) for name in names})
+        for name in names:
+            # What the user's module holds is copied: training must not change it, nor the broadcast.
+            if params.tensor(name) is params.original(name):
+                params.replace(name, params.tensor(name).detach().clone())
+        if source is not None:
+            parallel.broadcast([params.tensor(name).detach() for name in names], source, self._group)
+        if self.options.release_originals:
+            params.release_originals()
+
+    @tx.hookimpl
+    def guard_key(self, ctx: tx.Context) -> bool:
+        return ctx.no_sync
+
+    @tx.hookimpl
+    def before_autograd(self, computation: tx.Computation, ctx: tx.Context) -> tx.Computation:
+        if ctx.no_sync:
+            return computation
+        return computation.restore([self._bucket(names, ctx) for names in self._plan(computation, ctx)])
+
+    def _plan(self, computation: tx.Computation, ctx: tx.Context) -> list[list[str]]:
+        """Parameter names per bucket, in the order in which the backward finishes their gradients."""
+        names = list(reversed(computation.differentiable_parameters))
+        tensors = {id(tensor): name for name, tensor in ctx.parameters.items()}
+        chunks = parallel.in_chunks([ctx.tensor(name) for name in names], int(self.options.bucket_cap_mb * 2**20))
+        return [[tensors[id(tensor)] for tensor in chunk] for chunk in chunks]
+
+    def _bucket(self, names: Sequence[str], ctx: tx.Context) -> tuple[Sequence[str], Any]:
+        bucket = parallel.ReplicatedBucket(names, lambda: [ctx.tensor(name) for name in names], self._group)
+        return names, lambda *stored: parallel.replicate(bucket, *stored)
+
+    @tx.hookimpl
+    def after_optimization(self, schedule: tx.Schedule) -> tx.Schedule:
+        return schedule.sink(parallel.reduce_wait)
+
+    @tx.hookimpl
+    def sync_gradients(self, ctx: tx.Context) -> None:
+        cap = int(self.options.bucket_cap_mb * 2**20)
+        parallel.reduce_accumulated(ctx.parameters.values(), self._group, cap)
+
+
+def _refuse_unusable(tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse tensors without data, and models spread over several devices."""
+    devices: dict[torch.device, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise tx.errors.ParallelError(
+                f"Plugin 'ddp' cannot replicate {name!r}, which has no data (device meta).",
+                "Materialize the model first, or use the plugin 'fsdp', which initializes shard by shard.",
+            )
+        devices.setdefault(tensor.device, name)
+    if len(devices) > 1:
+        (first, a), (second, b) = list(devices.items())[:2]
+        raise tx.errors.ParallelError(
+            f"Plugin 'ddp' found {a!r} on {first} and {b!r} on {second}, but a replica lives on one device.",
+            "Move the model to one device before thunder.jit.",
+        )
