@@ -20,7 +20,7 @@ from thunder_xform.host import compat as _compat
 if TYPE_CHECKING:
     import thunder.torch as ops
 
-    from thunder_xform import errors, parallel, registry
+    from thunder_xform import checkpoint, errors, parallel, registry
     from thunder_xform.hookspecs import hookimpl
     from thunder_xform.host.computation import Computation, Edit, Operation
     from thunder_xform.host.operators import Operator, operator, tensor_like
@@ -46,7 +46,7 @@ _HOMES = {
     "operator": "thunder_xform.host.operators",
     "tensor_like": "thunder_xform.host.operators",
 }
-_MODULES = ("errors", "parallel", "registry")
+_MODULES = ("checkpoint", "errors", "parallel", "registry")
 
 __all__ = [
     "Computation",
@@ -60,6 +60,7 @@ __all__ = [
     "Plugin",
     "Prologue",
     "Schedule",
+    "checkpoint",
     "errors",
     "handle",
     "hookimpl",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from thunder_xform.checkpoint import IncompatibleKeys, Kind, export_state, import_state
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.module import compiled_entries, session_of
 from thunder_xform.pipeline.events import CompileEvent
@@ -73,6 +74,45 @@ class Handle:
         norm = self._session.gradient_norm(parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def state_dict(self, kind: Kind = "full") -> dict[str, torch.Tensor]:
+        """Tensors of the model by name; on every rank where plugins distribute the model.
+
+        Args:
+            kind: ``"full"``: keys, shapes and values of the plain model that computes the same function, tied tensors
+                under all their names. ``"adapter"``: only what adapter plugins added. ``"sharded"``: every stored tensor
+                as this rank holds it.
+
+        Returns:
+            Detached. What no plugin had to compute shares storage with the live tensors, as in torch: clone it to keep it.
+
+        Raises:
+            CheckpointError: no such kind, no adapters, or no plain model that computes the same.
+        """
+        return export_state(self._session, kind)
+
+    def load_state_dict(
+        self, state: Mapping[str, torch.Tensor], kind: Kind = "full", strict: bool = True
+    ) -> IncompatibleKeys:
+        """Copy a state of the same kind into the live tensors, converting dtype and device.
+
+        Everything is checked first, on all ranks where plugins distribute the model; nothing is half-loaded. A full state
+        replaces the function that the model computes, adapters included. Like training, this writes to tensors that the
+        user's module shares with the compiled model.
+
+        Args:
+            state: tensors by name.
+            kind: what they are, as in :meth:`state_dict`.
+            strict: refuse missing and unexpected keys instead of passing over them.
+
+        Returns:
+            The keys passed over.
+
+        Raises:
+            CheckpointError: keys, shapes or types do not fit.
+            ParallelError: they fit here, but not on another rank.
+        """
+        return import_state(self._session, state, kind, strict)
 
     def invalidate(self, reason: str) -> int:
         """Drop all compiled entries; the next call compiles. Returns how many there were."""

@@ -45,7 +45,7 @@ class Session:
         self.no_sync_depth = 0
         self.events: list[CompileEvent] = []
         self.attached = 0
-        self._groups: list[Any] = []
+        self.groups: list[Any] = []
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs.Hooks)
         for name, plugin in zip(self.names, self.plugins, strict=True):
@@ -100,15 +100,15 @@ class Session:
                 )
             self.module = module
             self.ledger = Ledger(module)
-            self._groups = [group for plugin in self.plugins for group in plugin.process_groups()]
-            agree_on(self.resolution.lock, self._groups)
+            self.groups = [group for plugin in self.plugins for group in plugin.process_groups()]
+            agree_on(self.resolution.lock, self.groups)
         if index != self.attached or module is not self.module:
             raise PipelineError(
                 f"Plugin {self.names[index]!r} was applied out of order; the pipeline is {' -> '.join(self.names)}.",
                 "Pass the pipeline to thunder.jit as it is, without reordering or slicing it.",
             )
         before = self._snapshot()
-        with together(self._groups, f"update_model_state of plugin {self.names[index]!r}"):
+        with together(self.groups, f"update_model_state of plugin {self.names[index]!r}"):
             self.call(index, "update_model_state", params=Parameters(self.ledger, index, self.names[index]))
             self.check_declared(index, "update_model_state", verify.state_effects(before, self._snapshot()))
         self.attached += 1

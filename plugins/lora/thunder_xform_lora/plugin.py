@@ -1,0 +1,90 @@
+"""The ``lora`` plugin: hooks that add adapters, apply them, and carry them through checkpoints."""
+
+from __future__ import annotations
+
+import thunder_xform as tx
+import torch
+from thunder_xform_lora import _adapter
+from thunder_xform_lora._rewrite import applied_weights, apply_adapters
+from thunder_xform_lora._targets import Target, find_targets, tied_elsewhere
+from thunder_xform_lora.options import Options
+
+
+class LoRA(tx.Plugin[Options]):
+    """Low-rank adapters on linear layers. All of the model's own parameters are frozen in the compiled model.
+
+    Adapters are initialized from torch's random state; a plugin that distributes the model makes all ranks' the same.
+    """
+
+    _targets: tuple[Target, ...]
+    #: modules whose mode decides whether dropout is on, by target weight; empty without dropout
+    _modes: dict[str, torch.nn.Module]
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the adapters' output, lora_alpha / r."""
+        return self.options.lora_alpha / self.options.r
+
+    @tx.hookimpl
+    def update_model_state(self, params: tx.Parameters, ctx: tx.Context) -> None:
+        self._targets = find_targets(self.options, params, ctx)
+        dropped = self._targets if self.options.lora_dropout else ()
+        self._modes = {target.weight: ctx.module.get_submodule(target.modules[0]) for target in dropped}
+        for name in params:
+            if params.version(name).origin == "model":
+                params.set_requires_grad(name, False)
+        _adapter.add(self._targets, self.options.r, params)
+
+    @tx.hookimpl
+    def guard_key(self) -> tuple[bool, ...]:
+        return tuple([module.training for module in self._modes.values()])
+
+    @tx.hookimpl
+    def before_autograd(self, computation: tx.Computation, ctx: tx.Context) -> tx.Computation:
+        self._check_reachable(computation, ctx)
+        return apply_adapters(computation, self._targets, self.scaling, self._dropout)
+
+    def _dropout(self, target: Target) -> float:
+        module = self._modes.get(target.weight)
+        return self.options.lora_dropout if module is not None and module.training else 0.0
+
+    def _check_reachable(self, computation: tx.Computation, ctx: tx.Context) -> None:
+        """Refuse a model that uses a target's weight only in ways that an adapter cannot follow."""
+        applied, read = applied_weights(computation), frozenset(computation.parameters)
+        for target in self._targets:
+            if target.weight in read - applied and not tied_elsewhere(target, ctx):
+                raise tx.errors.PipelineError(
+                    f"The model uses the weight of {target.modules[0]!r} without a linear operation, so its adapter would "
+                    f"have no effect.",
+                    f"Compute with torch.nn.functional.linear, or exclude it: exclude_modules=[{target.modules[0]!r}].",
+                )
+
+    @tx.hookimpl
+    def export_state(self, state: dict[str, torch.Tensor], ctx: tx.Context) -> dict[str, torch.Tensor] | None:
+        """Full: adapters merged into the weights. Otherwise as they are."""
+        if ctx.state_kind != "full":
+            return None
+        state = dict(state)
+        for target in self._targets:
+            if tied := tied_elsewhere(target, ctx):
+                raise tx.errors.CheckpointError(
+                    f"{target.modules[0]!r} with its adapter no longer has the weight that it shares with {tied[0]!r}: no "
+                    f"full state of the plain model computes the same.",
+                    f"Save kind='adapter', or leave it without an adapter: exclude_modules=[{target.modules[0]!r}].",
+                )
+            a, b = map(state.pop, _adapter.names(target))
+            state[target.weight] = _adapter.merged(state[target.weight], a, b, self.scaling)
+        return state
+
+    @tx.hookimpl
+    def import_state(self, state: dict[str, torch.Tensor], ctx: tx.Context) -> dict[str, torch.Tensor] | None:
+        """Full: the weights as given, and adapters that add nothing to them. Otherwise as they are."""
+        if ctx.state_kind != "full":
+            return None
+        state = dict(state)
+        for target in self._targets:
+            if target.weight in state:
+                name = _adapter.names(target)[1]
+                version = ctx.version(name)
+                state[name] = torch.zeros(version.shape, dtype=version.dtype, device=version.device)
+        return state

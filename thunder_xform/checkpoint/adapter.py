@@ -1,0 +1,105 @@
+"""Adapters in a file: tensors and the options they were trained under, in one safetensors file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from thunder_xform.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from thunder_xform.pipeline.handle import Handle
+
+_FORMAT = "thunder-xform adapter 1"
+_T = TypeVar("_T")
+
+
+def save_adapter(handle: Handle, path: str | os.PathLike[str]) -> None:
+    """Write the adapters of a model, and the options of the plugins that added them.
+
+    Call it on every rank; the first one writes. The file appears when it is complete.
+
+    Raises:
+        CheckpointError: the pipeline has no adapters.
+        OSError: the file cannot be written.
+    """
+    state = handle.state_dict(kind="adapter")
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        return
+    metadata = {"format": _FORMAT, "plugins": json.dumps(_options(handle))}
+    unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, unfinished, metadata)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def adapter_request(path: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]]:
+    """The adapter plugins of a file with their options, as a request for ``registry.resolve``.
+
+    Raises:
+        CheckpointError: the file cannot be read or is none that :func:`save_adapter` wrote.
+    """
+    metadata = _reading(path, _metadata)
+    if metadata.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{os.fspath(path)} is a safetensors file, but not one of the format {_FORMAT!r}.",
+            "Pass a file that save_adapter wrote.",
+            path=os.fspath(path),
+        )
+    return list(json.loads(metadata["plugins"]).items())
+
+
+def load_adapter(handle: Handle, path: str | os.PathLike[str]) -> None:
+    """Read adapters into a model that has them under the same options.
+
+    Call it on every rank.
+
+    Raises:
+        CheckpointError: the file cannot be read; plugins, options, names or shapes differ. Nothing is changed then.
+    """
+    saved, here = dict(adapter_request(path)), _options(handle)
+    if saved != here:
+        raise CheckpointError(
+            f"{os.fspath(path)} holds adapters of {_text(saved)}, but the model has {_text(here)}.",
+            "Resolve the pipeline from adapter_request(path), or pass the tensors to handle.load_state_dict yourself.",
+            path=os.fspath(path),
+        )
+    handle.load_state_dict(_reading(path, load_file), kind="adapter")
+
+
+def _options(handle: Handle) -> dict[str, dict[str, Any]]:
+    """Options of the adapter plugins by name, in the types that JSON has."""
+    steps = [step for step in handle._session.steps if step.manifest.stage == "adapters"]
+    options = {step.name: handle.plugin(step.name).options for step in steps}
+    plain = {name: dataclasses.asdict(o) if dataclasses.is_dataclass(o) else {} for name, o in options.items()}
+    return json.loads(json.dumps(plain))
+
+
+def _metadata(path: str) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def _reading(path: str | os.PathLike[str], read: Callable[[str], _T]) -> _T:
+    try:
+        return read(os.fspath(path))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{os.fspath(path)} cannot be read as a safetensors file ({error}).",
+            "Check the path and that the file is complete.",
+            path=os.fspath(path),
+        ) from error
+
+
+def _text(plugins: dict[str, dict[str, Any]]) -> str:
+    return " + ".join(f"{n}({', '.join(f'{k}={v!r}' for k, v in o.items())})" for n, o in plugins.items())

@@ -1,0 +1,116 @@
+"""Does a given state fit? Checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from thunder_xform.errors import CheckpointError, closest
+from thunder_xform.host.ledger import Ledger
+
+#: How many problems of one kind an error spells out.
+_SHOWN = 5
+
+
+def check_keys(
+    expected: Collection[str], given: Collection[str], strict: bool, *, partial: bool = False
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Missing and unexpected keys, in order.
+
+    Args:
+        expected: keys of the model.
+        given: keys of the state.
+        strict: whether any is an error.
+        partial: missing ones are none.
+
+    Raises:
+        CheckpointError: with ``missing`` and ``unexpected``, and the closest match for each unexpected key.
+    """
+    missing = () if partial else tuple(key for key in expected if key not in given)
+    unexpected = tuple(key for key in given if key not in expected)
+    if strict and (missing or unexpected):
+        problems = []
+        if missing:
+            problems.append(f"lacks {_listed([repr(key) for key in missing])}")
+        if unexpected:
+            hints = [f"{key!r}{_hint(key, missing or expected)}" for key in unexpected]
+            problems.append(f"has unexpected {_listed(hints)}")
+        raise CheckpointError(
+            f"The state {' and '.join(problems)}.",
+            "Load it into the model and pipeline that it was saved from, or pass strict=False to load what fits.",
+            missing=missing,
+            unexpected=unexpected,
+        )
+    return missing, unexpected
+
+
+def _hint(key: str, known: Collection[str]) -> str:
+    return f" ({hint.strip()})" if (hint := closest(key, known)) else ""
+
+
+def _listed(items: list[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more
+
+
+def check_tensors(
+    given: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    live: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Refuse values that cannot be copied as they are: no tensor, no data, another shape, another kind of numbers.
+
+    Args:
+        given: the state.
+        shapes: the wanted shape of each.
+        live: the tensors to copy to, where the types of numbers shall be compared too.
+    """
+    problems = []
+    for key, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            problems.append(f"{key!r} is a {type(value).__name__} and no tensor")
+        elif tuple(value.shape) != shapes[key]:
+            problems.append(f"{key!r} has shape {tuple(value.shape)} instead of {shapes[key]}")
+        elif live is not None and value.is_meta and not live[key].is_meta:
+            problems.append(f"{key!r} is on the meta device and has no data")
+        elif live is not None and _numbers(value) != _numbers(live[key]):
+            problems.append(f"{key!r} is {value.dtype}, but the model holds {live[key].dtype}")
+    if problems:
+        raise CheckpointError(
+            f"The state does not fit: {_listed(problems)}.",
+            "Load it into a model of the same architecture and options.",
+            mismatched=tuple(problems),
+        )
+
+
+def _numbers(tensor: torch.Tensor) -> str:
+    if tensor.is_complex():
+        return "complex"
+    return "floating" if tensor.is_floating_point() else "integral"
+
+
+def fold_aliases(ledger: Ledger, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One entry for each tied tensor.
+
+    Raises:
+        CheckpointError: two names of one tensor come with different values.
+    """
+    folded: dict[str, torch.Tensor] = {}
+    for key, value in given.items():
+        name = ledger.canonical(key)
+        first = folded.setdefault(name, value)
+        if first is not value and not _same(first, value):
+            raise CheckpointError(
+                f"{key!r} and {name!r} are one tied tensor in the model, but their values in the state differ.",
+                "Untie them in the model, or load the state of a model in which they are tied.",
+                keys=(name, key),
+            )
+    return folded
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype and a.device == b.device:
+        return True
+    return torch.equal(a.cpu(), b.cpu().to(a.dtype))
