@@ -96,7 +96,7 @@ def _given(
             )
         wish = wishes.get(name, Wish(name))
         for key, value in values.items():
-            old = wish.options.get(key, value)
+            old = wish.options.get(key, canonical(value))
             if wish.instance is not None or canonical(value) != old:
                 held = f"{old!r} in the request" if wish.instance is None else "set by the plugin instance"
                 raise DuplicateRequestError(
