@@ -3,7 +3,7 @@
 Three kinds of state, from :meth:`thunder_xform.Handle.state_dict`:
 
 ``"full"``
-    keys, shapes and values of the plain model that computes the same function: loads there with ``strict=True``.
+    keys, shapes and values of the plain model that computes the same function; it loads there strictly.
 ``"adapter"``
     the tensors that plugins of the stage ``adapters`` added. The base model and these resume exactly.
 ``"sharded"``

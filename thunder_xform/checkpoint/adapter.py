@@ -65,13 +65,14 @@ def load_adapter(handle: Handle, path: str | os.PathLike[str]) -> None:
     Call it on every rank.
 
     Raises:
-        CheckpointError: the file cannot be read; plugins, options, names or shapes differ. Nothing is changed then.
+        CheckpointError: the file cannot be read, or plugins, options, names or shapes differ; nothing is
+            changed then.
     """
     saved, here = dict(adapter_request(path)), _options(handle)
     if saved != here:
         raise CheckpointError(
             f"{os.fspath(path)} holds adapters of {_text(saved)}, but the model has {_text(here)}.",
-            "Resolve the pipeline from adapter_request(path), or pass the tensors to handle.load_state_dict yourself.",
+            "Resolve the pipeline from adapter_request(path), or give the tensors to handle.load_state_dict.",
             path=os.fspath(path),
         )
     handle.load_state_dict(_reading(path, load_file), kind="adapter")
@@ -80,9 +81,13 @@ def load_adapter(handle: Handle, path: str | os.PathLike[str]) -> None:
 def _options(handle: Handle) -> dict[str, dict[str, Any]]:
     """Options of the adapter plugins by name, in the types that JSON has."""
     steps = [step for step in handle._session.steps if step.manifest.stage == "adapters"]
-    options = {step.name: handle.plugin(step.name).options for step in steps}
-    plain = {name: dataclasses.asdict(o) if dataclasses.is_dataclass(o) else {} for name, o in options.items()}
-    return json.loads(json.dumps(plain))
+    options = {step.name: _values(handle.plugin(step.name).options) for step in steps}
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(options))
+    return plain
+
+
+def _values(options: Any) -> dict[str, Any]:
+    return dataclasses.asdict(options) if dataclasses.is_dataclass(type(options)) else {}
 
 
 def _metadata(path: str) -> dict[str, str]:

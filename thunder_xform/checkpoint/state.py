@@ -39,10 +39,12 @@ def export_state(session: Session, kind: Kind) -> State:
     return _plain(session, state) if kind == "full" else state
 
 
-def import_state(session: Session, state: Mapping[str, Any], kind: Kind, strict: bool = True) -> IncompatibleKeys:
+def import_state(
+    session: Session, state: Mapping[str, Any], kind: Kind, strict: bool = True
+) -> IncompatibleKeys:
     """Copy a state into the live tensors; hooks run in pipeline order.
 
-    Nothing is written unless everything fits, on every rank if plugins have process groups (a collective then).
+    Nothing is written unless everything fits, on every rank where plugins have process groups (a collective).
 
     Raises:
         CheckpointError: keys (if ``strict``), shapes or types do not fit.

@@ -39,7 +39,7 @@ def check_keys(
             problems.append(f"has unexpected {_listed(hints)}")
         raise CheckpointError(
             f"The state {' and '.join(problems)}.",
-            "Load it into the model and pipeline that it was saved from, or pass strict=False to load what fits.",
+            "Load it into the model and pipeline it was saved from, or pass strict=False to load what fits.",
             missing=missing,
             unexpected=unexpected,
         )
@@ -60,7 +60,7 @@ def check_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     live: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Refuse values that cannot be copied as they are: no tensor, no data, another shape, another kind of numbers.
+    """Refuse values that are no tensors, have no data, another shape, or another kind of numbers.
 
     Args:
         given: the state.
@@ -103,7 +103,7 @@ def fold_aliases(ledger: Ledger, given: Mapping[str, torch.Tensor]) -> dict[str,
         first = folded.setdefault(name, value)
         if first is not value and not _same(first, value):
             raise CheckpointError(
-                f"{key!r} and {name!r} are one tied tensor in the model, but their values in the state differ.",
+                f"{key!r} and {name!r} are one tensor in the model, but differ in the state.",
                 "Untie them in the model, or load the state of a model in which they are tied.",
                 keys=(name, key),
             )
@@ -111,6 +111,7 @@ def fold_aliases(ledger: Ledger, given: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype and a.device == b.device:
-        return True
-    return torch.equal(a.cpu(), b.cpu().to(a.dtype))
+    def place(tensor: torch.Tensor) -> tuple[object, ...]:
+        return tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
+
+    return place(a) == place(b) or torch.equal(a.cpu(), b.cpu().to(a.dtype))

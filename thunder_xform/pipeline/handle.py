@@ -79,12 +79,13 @@ class Handle:
         """Tensors of the model by name; on every rank where plugins distribute the model.
 
         Args:
-            kind: ``"full"``: keys, shapes and values of the plain model that computes the same function, tied tensors
-                under all their names. ``"adapter"``: only what adapter plugins added. ``"sharded"``: every stored tensor
-                as this rank holds it.
+            kind: ``"full"``: keys, shapes and values of the plain model that computes the same function, tied
+                tensors under all their names. ``"adapter"``: only what adapter plugins added. ``"sharded"``:
+                every stored tensor as this rank holds it.
 
         Returns:
-            Detached. What no plugin had to compute shares storage with the live tensors, as in torch: clone it to keep it.
+            Detached tensors. As in torch, they share storage with the live ones, except what plugins had to
+            compute: clone what shall not change.
 
         Raises:
             CheckpointError: no such kind, no adapters, or no plain model that computes the same.
@@ -96,9 +97,9 @@ class Handle:
     ) -> IncompatibleKeys:
         """Copy a state of the same kind into the live tensors, converting dtype and device.
 
-        Everything is checked first, on all ranks where plugins distribute the model; nothing is half-loaded. A full state
-        replaces the function that the model computes, adapters included. Like training, this writes to tensors that the
-        user's module shares with the compiled model.
+        Everything is checked first, on all ranks where plugins distribute the model; nothing is half-loaded.
+        A full state replaces the function that the model computes, adapters included. Where the user's module
+        shares tensors with the compiled model, it changes too, as it does in training.
 
         Args:
             state: tensors by name.

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import thunder_xform as tx
 import torch
+
+import thunder_xform as tx
 from thunder_xform_lora._targets import Target
 
-#: The adapter's name. PEFT calls its first one so, too; it is part of the tensors' names, so that there can be several.
+#: The adapter's name, part of its tensors' names. PEFT, too, calls the first one so.
 ADAPTER = "default"
 
 
 def names(target: Target) -> tuple[str, str]:
-    """Names of A and B: ``<module>.lora_A.<adapter>.weight`` and the same with ``lora_B``, as in a PEFT model."""
+    """Names of A and B, as in a PEFT model: ``<module>.lora_A.<adapter>.weight``, and so for ``lora_B``."""
     return _names(target.modules[0])
 
 
@@ -24,10 +25,9 @@ def _names(module: str) -> tuple[str, str]:
 
 
 def add(targets: Iterable[Target], r: int, params: tx.Parameters) -> None:
-    """Add A and B of each target: A uniform in (-1, 1) / sqrt(in_features) (Kaiming with a = sqrt(5), as PEFT does and
-    ``torch.nn.Linear``), B zero.
+    """Add A and B of each target, initialized as by PEFT: A like the weight of a torch.nn.Linear, B zero.
 
-    They are float64 for a float64 weight and float32 otherwise, like PEFT's with ``autocast_adapter_dtype=True``.
+    They are float64 for a float64 weight, otherwise float32, as PEFT's are (``autocast_adapter_dtype``).
     """
     for target in targets:
         base = params.version(target.weight)

@@ -8,8 +8,8 @@ import thunder_xform as tx
 from thunder_xform_lora import _adapter
 from thunder_xform_lora._targets import Target
 
-#: Operators that apply a weight matrix to their first argument, and the position of that weight. Everything below asks
-#: for the weight by its name in the ledger, so an operator on packed weights needs an entry here and nothing else.
+#: Operators that apply a weight matrix to their first argument, and the position of that weight. All else goes
+#: by the weights' names in the ledger, so an operator on packed weights needs an entry here and no more.
 _WEIGHT_ARGUMENT = {"linear": 1}
 
 
@@ -47,5 +47,6 @@ def apply_adapters(
 
 def applied_weights(computation: tx.Computation) -> frozenset[str]:
     """Names of the parameters that an operator of the trace applies as a weight matrix."""
-    found = (o.parameter(_WEIGHT_ARGUMENT[o.name]) for o in computation.operations() if o.name in _WEIGHT_ARGUMENT)
-    return frozenset(name for name in found if name is not None)
+    applications = (o for o in computation.operations() if o.name in _WEIGHT_ARGUMENT)
+    names = (o.parameter(_WEIGHT_ARGUMENT[o.name]) for o in applications)
+    return frozenset(name for name in names if name is not None)

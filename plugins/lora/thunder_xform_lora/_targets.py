@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import thunder_xform as tx
 import torch
+
+import thunder_xform as tx
 from thunder_xform_lora.options import ALL_LINEAR, Options
 
 Pattern = str | Sequence[str]
@@ -20,7 +21,7 @@ class Target:
 
     Attributes:
         weight: the weight's name in the parameter ledger.
-        modules: names of all layers that use it, more than one where layers are tied; the first names the adapter.
+        modules: names of all layers that use it, several where layers are tied; the first names the adapter.
         out_features, in_features: the weight's logical shape.
     """
 
@@ -50,8 +51,9 @@ def find_targets(options: Options, params: tx.Parameters, ctx: tx.Context) -> tu
 
 
 def matches(pattern: Pattern, path: str) -> bool:
-    """Whether a module's name matches, by PEFT's rule: a text is a regular expression for the whole name, a list holds
-    names and dotted suffixes."""
+    """Whether a module's name matches, by PEFT's rule: a text is a regular expression for the whole name, a
+    list holds names and dotted suffixes.
+    """
     if isinstance(pattern, str):
         return re.fullmatch(pattern, path) is not None
     return any(path == name or path.endswith(f".{name}") for name in pattern)
@@ -64,7 +66,8 @@ def _select(options: Options, ctx: tx.Context) -> dict[str, torch.nn.Linear]:
         head = _output_layer(ctx.module)
         found = [p for p, m in modules.items() if isinstance(m, torch.nn.Linear) and m is not head]
         if not found:
-            raise _error(ctx, "target_modules", wanted, "The model has no torch.nn.Linear to adapt.", "Leave out 'lora'.")
+            problem = f"{type(ctx.module).__name__} has no torch.nn.Linear that could get an adapter."
+            raise _error(ctx, "target_modules", wanted, problem, "Leave out 'lora'.")
     else:
         _check_patterns("target_modules", wanted, modules, ctx)
         found = [p for p in modules if matches(wanted, p)]
@@ -72,8 +75,11 @@ def _select(options: Options, ctx: tx.Context) -> dict[str, torch.nn.Linear]:
     kept = [p for p in found if not matches(excluded, p)] if excluded else found
     if not kept:
         raise _error(
-            ctx, "exclude_modules", excluded,
-            f"`exclude_modules` {excluded!r} leaves nothing of `target_modules` {wanted!r}.", "Exclude less.",
+            ctx,
+            "exclude_modules",
+            excluded,
+            f"`exclude_modules` {excluded!r} leaves nothing of `target_modules` {wanted!r}.",
+            "Exclude less.",
         )
     return {path: _linear(path, modules[path], wanted, ctx) for path in kept}
 
@@ -84,22 +90,26 @@ def _output_layer(module: torch.nn.Module) -> torch.nn.Module | None:
     return getter() if callable(getter) else None
 
 
-def _check_patterns(option: str, pattern: Pattern, modules: dict[str, torch.nn.Module], ctx: tx.Context) -> None:
+def _check_patterns(
+    option: str, pattern: Pattern, modules: dict[str, torch.nn.Module], ctx: tx.Context
+) -> None:
     """Refuse a pattern that matches no module at all: it is most likely misspelt."""
     for part in [pattern] if isinstance(pattern, str) else [(name,) for name in pattern]:
         if not any(matches(part, path) for path in modules):
             text = part if isinstance(part, str) else part[0]
             raise _error(
-                ctx, option, text,
+                ctx,
+                option,
+                text,
                 f"`{option}` {text!r} matches no module of {type(ctx.module).__name__}.",
                 f"Closest names: {', '.join(map(repr, _closest(text, modules)))}.",
             )
 
 
 def _closest(text: str, modules: dict[str, torch.nn.Module]) -> list[str]:
-    """Names of linear layers near ``text``: the last components, as one writes them in a list, and full names."""
+    """Last components and full names of linear layers that resemble ``text``."""
     paths = [path for path, module in modules.items() if isinstance(module, torch.nn.Linear)]
-    names = dict.fromkeys([path.rpartition(".")[2] for path in paths] + paths)
+    names = dict.fromkeys([ALL_LINEAR, *(path.rpartition(".")[2] for path in paths), *paths])
     return difflib.get_close_matches(text, names, n=5, cutoff=0.5) or list(names)[:5]
 
 
@@ -107,9 +117,12 @@ def _linear(path: str, module: torch.nn.Module, wanted: Pattern, ctx: tx.Context
     if isinstance(module, torch.nn.Linear):
         return module
     raise _error(
-        ctx, "target_modules", wanted,
-        f"`target_modules` {wanted!r} matches {path!r}, a {type(module).__name__}; only torch.nn.Linear gets an adapter.",
-        "Name linear layers only, or exclude this one with `exclude_modules`.",
+        ctx,
+        "target_modules",
+        wanted,
+        f"`target_modules` {wanted!r} matches {path!r} of type {type(module).__name__}, but only "
+        f"torch.nn.Linear is supported.",
+        f"Name linear layers only, or exclude it with exclude_modules=[{path!r}].",
     )
 
 
@@ -119,7 +132,9 @@ def _weight_of(path: str, layer: torch.nn.Linear, params: tx.Parameters, ctx: tx
     if name not in params or params.version(name).shape != shape:
         found = f"is {params.version(name).shape}" if name in params else "is computed from other parameters"
         raise _error(
-            ctx, "target_modules", path,
+            ctx,
+            "target_modules",
+            path,
             f"The weight of {path!r} {found} and not a parameter of shape {shape}, as an adapter needs.",
             f"Exclude it with exclude_modules=[{path!r}].",
         )
@@ -127,20 +142,29 @@ def _weight_of(path: str, layer: torch.nn.Linear, params: tx.Parameters, ctx: tx
 
 
 def _check_rank(r: int, path: str, layer: torch.nn.Linear, ctx: tx.Context) -> None:
-    if r > min(layer.out_features, layer.in_features):
+    largest = min(layer.out_features, layer.in_features)
+    if r > largest:
         raise _error(
-            ctx, "r", r,
-            f"`r` is {r}, larger than {path!r}, which maps {layer.in_features} to {layer.out_features} features.",
-            f"Lower `r` to {min(layer.out_features, layer.in_features)} or exclude it with exclude_modules=[{path!r}].",
+            ctx,
+            "r",
+            r,
+            f"`r` is {r}, larger than {path!r}, which maps {layer.in_features} to {layer.out_features} "
+            f"features.",
+            f"Lower `r` to {largest} or exclude the layer with exclude_modules=[{path!r}].",
         )
 
 
 def _check_ties(weight: str, paths: list[str], params: tx.Parameters, ctx: tx.Context) -> None:
-    """Refuse to adapt one of two linear layers that share a weight: a compiled linear operation tells them not apart."""
+    """Refuse to adapt one of two linear layers that share a weight.
+
+    A compiled linear operation knows its weight, not the layer it came from.
+    """
     for path in _other_owners(weight, paths, params):
         if isinstance(ctx.module.get_submodule(path), torch.nn.Linear):
             raise _error(
-                ctx, "target_modules", path,
+                ctx,
+                "target_modules",
+                path,
                 f"{paths[0]!r} and {path!r} share one weight, but only {paths[0]!r} is to get an adapter.",
                 "Target both or neither.",
             )

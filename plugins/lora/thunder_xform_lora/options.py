@@ -15,9 +15,10 @@ ALL_LINEAR = "all-linear"
 class Options:
     """Which linear layers get an adapter, and how large it is.
 
-    An adapter changes ``y = x @ W.T + bias`` to ``y + dropout(x) @ A.T @ B.T * (lora_alpha / r)``, with A of shape
-    (r, in_features) and B of shape (out_features, r) (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models",
-    2021).
+    An adapter changes ``y = x @ W.T + bias`` to ``y + dropout(x) @ A.T @ B.T * (lora_alpha / r)``, with A of
+    shape (r, in_features) and B of shape (out_features, r).
+
+    Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022.
     """
 
     r: int = 8
@@ -27,7 +28,7 @@ class Options:
     lora_dropout: float = 0.0
     """Probability, from 0 up to but without 1, of zeroing an entry of an adapter's input in training mode."""
     target_modules: str | Sequence[str] = ALL_LINEAR
-    """Names of the layers, full or as dotted suffixes; or a regular expression that matches whole names; or 'all-linear'."""
+    """Names of layers, full or dotted suffixes, or a regular expression for full names, or 'all-linear'."""
     exclude_modules: str | Sequence[str] | None = None
     """Names, full or as dotted suffixes, or a regular expression: what matches gets no adapter."""
 
@@ -35,9 +36,9 @@ class Options:
         if not _is_number(self.r) or self.r != int(self.r) or self.r < 1:
             raise ValueError(f"`r` is {self.r!r}, but a rank is a whole number of at least 1")
         if not _is_number(self.lora_alpha) or self.lora_alpha <= 0:
-            raise ValueError(f"`lora_alpha` is {self.lora_alpha!r}, but it must be positive: adapters are scaled by lora_alpha / r")
+            raise ValueError(f"`lora_alpha` is {self.lora_alpha!r}, but a scaling must be positive")
         if not _is_number(self.lora_dropout) or not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"`lora_dropout` is {self.lora_dropout!r}, but it is a probability from 0 up to but without 1")
+            raise ValueError(f"`lora_dropout` is {self.lora_dropout!r}, but a probability is wanted, below 1")
         if self.exclude_modules is not None:
             object.__setattr__(self, "exclude_modules", _pattern("exclude_modules", self.exclude_modules))
         object.__setattr__(self, "target_modules", _pattern("target_modules", self.target_modules))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import thunder_xform as tx
 import torch
+
+import thunder_xform as tx
 from thunder_xform_lora import _adapter
 from thunder_xform_lora._rewrite import applied_weights, apply_adapters
 from thunder_xform_lora._targets import Target, find_targets, tied_elsewhere
@@ -13,7 +14,8 @@ from thunder_xform_lora.options import Options
 class LoRA(tx.Plugin[Options]):
     """Low-rank adapters on linear layers. All of the model's own parameters are frozen in the compiled model.
 
-    Adapters are initialized from torch's random state; a plugin that distributes the model makes all ranks' the same.
+    Adapters are initialized from torch's random state; plugins that distribute the model make them the same on
+    all ranks.
     """
 
     _targets: tuple[Target, ...]
@@ -53,10 +55,11 @@ class LoRA(tx.Plugin[Options]):
         applied, read = applied_weights(computation), frozenset(computation.parameters)
         for target in self._targets:
             if target.weight in read - applied and not tied_elsewhere(target, ctx):
+                path = target.modules[0]
                 raise tx.errors.PipelineError(
-                    f"The model uses the weight of {target.modules[0]!r} without a linear operation, so its adapter would "
-                    f"have no effect.",
-                    f"Compute with torch.nn.functional.linear, or exclude it: exclude_modules=[{target.modules[0]!r}].",
+                    f"The model uses the weight of {path!r} in other operations than "
+                    f"torch.nn.functional.linear, so its adapter would have no effect.",
+                    f"Call the layer, or exclude it with exclude_modules=[{path!r}].",
                 )
 
     @tx.hookimpl
@@ -67,10 +70,11 @@ class LoRA(tx.Plugin[Options]):
         state = dict(state)
         for target in self._targets:
             if tied := tied_elsewhere(target, ctx):
+                path = target.modules[0]
                 raise tx.errors.CheckpointError(
-                    f"{target.modules[0]!r} with its adapter no longer has the weight that it shares with {tied[0]!r}: no "
-                    f"full state of the plain model computes the same.",
-                    f"Save kind='adapter', or leave it without an adapter: exclude_modules=[{target.modules[0]!r}].",
+                    f"With its adapter, {path!r} no longer has the weight that it shares with {tied[0]!r}: the "
+                    f"plain model, where they are tied, cannot compute the same.",
+                    f"Save kind='adapter', or train without this adapter: exclude_modules=[{path!r}].",
                 )
             a, b = map(state.pop, _adapter.names(target))
             state[target.weight] = _adapter.merged(state[target.weight], a, b, self.scaling)
