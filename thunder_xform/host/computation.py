@@ -139,6 +139,13 @@ class Computation:
             result, inserted = editor.run(lambda: fn(Operation(bsym, editor.table), editor.edit))
             if result is None:
                 return False
+            replaced = {proxy.name for proxy in bsym.flat_proxy_outs}
+            read = [a for b in inserted for a in b.flat_proxy_args] + list(sequencify(result))
+            if any(getattr(proxy, "name", None) in replaced for proxy in read):
+                raise PipelineError(
+                    f"The replacement of {name!r} reads the output of the call that it replaces.",
+                    "Use what `operation.call()` returns; return None to leave a call as it is.",
+                )
             editor.emit(inserted)
             editor.substitute(bsym.flat_proxy_outs, sequencify(result), f"the replacement of {name!r}")
             return True
@@ -168,6 +175,10 @@ class Computation:
                         f"Cannot restore {name!r}: the computation does not read it.",
                         "Restore only names from `computation.parameters`.",
                         name=name,
+                    )
+                if inputs[name].name in waiting:
+                    raise PipelineError(
+                        f"Cannot restore {name!r} twice in one pass.", "Put each name into one group.", name=name
                     )
                 waiting[inputs[name].name] = (names, fn)
 

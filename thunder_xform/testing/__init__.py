@@ -7,6 +7,27 @@ Plain functions and fixtures; nothing registers itself with pytest. Import fixtu
 
 from __future__ import annotations
 
-from thunder_xform.testing.ranks import RankPool, RanksFailed, run_ranks
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["RankPool", "RanksFailed", "run_ranks"]
+if TYPE_CHECKING:
+    from thunder_xform.testing.numerics import assert_same_numerics
+    from thunder_xform.testing.pipelines import pipeline_of
+    from thunder_xform.testing.ranks import RankPool, RanksFailed, run_ranks
+
+# Lazy, so that the processes of a RankPool decide themselves what they import.
+_HOMES = {
+    "RankPool": "ranks",
+    "RanksFailed": "ranks",
+    "assert_same_numerics": "numerics",
+    "pipeline_of": "pipelines",
+    "run_ranks": "ranks",
+}
+
+__all__ = ["RankPool", "RanksFailed", "assert_same_numerics", "pipeline_of", "run_ranks"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"thunder_xform.testing.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'thunder_xform.testing' has no attribute {name!r}")
