@@ -28,7 +28,7 @@ negate = tx.operator(
 
 
 class Restore(tx.Plugin):
-    """Puts an operator between every trainable parameter and its uses: all in one bucket or each on its own."""
+    """Puts an operator between every trainable parameter and its uses, one for each or one for all."""
 
     def __init__(self, *, together=False, recompute=False):
         super().__init__(None)
@@ -80,7 +80,7 @@ class Tied(nn.Module):
 
 
 class Returns(nn.Module):
-    """Returns a parameter, a buffer and an input as they are, next to something computed, in nested containers."""
+    """Returns a parameter, a buffer and an input as they are, next to something computed, all nested."""
 
     def __init__(self):
         super().__init__()

@@ -28,9 +28,9 @@ def assert_same_numerics(
     """Compile ``model`` with ``pipeline`` and compare with eager PyTorch.
 
     Compared after each call: all outputs, the gradients (of a loss that weighs every element of every output
-    differently) of all parameters that train in the compiled model, and all buffers. The names, values and flags of
-    the user's module's tensors must survive ``thunder.jit`` bitwise. Nothing random can be compared: Thunder draws
-    other numbers than eager PyTorch.
+    differently) of all parameters that train in the compiled model, and all buffers. The names, values and
+    flags of the user's module's tensors must survive ``thunder.jit`` bitwise. Nothing random can be compared:
+    Thunder draws other numbers than eager PyTorch.
 
     Args:
         model: the plain model.
@@ -52,7 +52,7 @@ def assert_same_numerics(
     kwargs = {} if kwargs is None else kwargs
     expected = copy.deepcopy(model) if reference is None else reference
     before = _tensors(model)
-    compiled = thunder.jit(model, transforms=pipeline)
+    compiled: Any = thunder.jit(model, transforms=pipeline)
     after = _tensors(model)
     assert after.keys() == before.keys(), (
         f"The user's module gained or lost {sorted(after.keys() ^ before.keys())}."
