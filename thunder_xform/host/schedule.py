@@ -11,6 +11,7 @@ from thunder.executors.pythonex import clear_mutable_collection
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.operators import Operator, operator_of
 
+_UNPACKS = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE)
 #: Written, like deletions, by Thunder's own liveness pass, which runs again after a reordering.
 _CLEAR = clear_mutable_collection
 
@@ -37,30 +38,95 @@ class Schedule:
         """How many calls of a project operator the trace has."""
         return sum(operator_of(b.sym) is operator for b in self._trace.bound_symbols)
 
-    def sink(self, operator: Operator) -> Schedule:
-        """Move every call of ``operator`` down to right before the first use of its results."""
+    def delay(self, start: Operator, wait: Operator, *, in_flight: int | None = None) -> Schedule:
+        """Move each call of ``wait`` down to right before the first use of its results.
+
+        Args:
+            start: the operator whose result each ``wait`` takes.
+            wait: the operator to move.
+            in_flight: no more than so many starts may be without their wait at any time; None for no limit.
+        """
         body = self._body()
-        calls = [b for b in body if operator_of(b.sym) is operator]
-        if not calls:
-            return self
-        rest = [b for b in body if operator_of(b.sym) is not operator]
-        waiting = {o.name: call for call in calls for o in call.flat_proxy_outs}
+        pairs = self._pairs(body, start, wait)
+        moved = {id(w) for _, w in pairs}
+        starts = {id(s): number for number, (s, _) in enumerate(pairs)}
+        waiting = {o.name: w for _, w in pairs for o in w.flat_proxy_outs}
+        placed: set[int] = set()
+        order: list[BoundSymbol] = []
+
+        def place(call: BoundSymbol) -> None:
+            if id(call) not in placed:
+                placed.add(id(call))
+                order.append(call)
+
+        for bsym in body:
+            if id(bsym) in moved:
+                continue
+            number = starts.get(id(bsym))
+            if number is not None and in_flight is not None and number >= in_flight:
+                place(pairs[number - in_flight][1])
+            if bsym.sym.id == prims.PrimIDs.RETURN:
+                for _, call in pairs:
+                    place(call)
+            for argument in bsym.flat_proxy_args:
+                if argument.name in waiting:
+                    place(waiting[argument.name])
+            order.append(bsym)
+        return self._reordered(order)
+
+    def prefetch(self, start: Operator, wait: Operator, *, ahead: int) -> Schedule:
+        """Move each call of ``start`` up, to right after the ``wait`` that lies ``ahead`` waits before its own.
+
+        What a start reads moves up with it as far as needed.
+
+        Args:
+            start: the operator to move; its result is what ``wait`` takes.
+            wait: the operator that it is paired with.
+            ahead: 0 starts right before its own wait.
+        """
+        body = self._body()
+        pairs = self._pairs(body, start, wait)
+        producers = {o.name: b for b in body for o in b.flat_proxy_outs if b.sym.id not in _UNPACKS}
+        waits = {id(w): number for number, (_, w) in enumerate(pairs)}
+        starts = {id(s) for s, _ in pairs}
         placed: set[int] = set()
         order: list[BoundSymbol] = []
 
         def place(bsym: BoundSymbol) -> None:
+            if id(bsym) in placed:
+                return
+            placed.add(id(bsym))
             for argument in bsym.flat_proxy_args:
-                call = waiting.get(argument.name)
-                if call is not None and id(call) not in placed:
-                    placed.add(id(call))
-                    place(call)
-                    order.append(call)
-
-        for bsym in rest:
-            place(bsym)
+                producer = producers.get(argument.name)
+                if producer is not None and producer is not bsym:
+                    place(producer)
             order.append(bsym)
-        unused = [c for c in calls if id(c) not in placed]
-        return self._reordered([*order[:-1], *unused, order[-1]])
+
+        head = next((i for i, b in enumerate(body) if b.sym.id not in _UNPACKS), len(body))
+        order.extend(body[:head])
+        placed.update(id(b) for b in body[:head])
+        for s, _ in pairs[:ahead]:
+            place(s)
+        for bsym in body[head:]:
+            if id(bsym) in starts or id(bsym) in placed:
+                continue
+            number = waits.get(id(bsym))
+            place(bsym)
+            if number is not None and ahead and number + ahead < len(pairs):
+                place(pairs[number + ahead][0])
+        return self._reordered(order)
+
+    @staticmethod
+    def _pairs(body: list[BoundSymbol], start: Operator, wait: Operator) -> list[tuple[BoundSymbol, BoundSymbol]]:
+        """Calls of ``start`` and the ``wait`` that takes each one's result, in order of the waits."""
+        made = {o.name: b for b in body if operator_of(b.sym) is start for o in b.flat_proxy_outs}
+        pairs = []
+        for bsym in body:
+            if operator_of(bsym.sym) is wait:
+                source = next((made[a.name] for a in bsym.flat_proxy_args if a.name in made), None)
+                if source is not None:
+                    pairs.append((source, bsym))
+        return pairs
 
     def _body(self) -> list[BoundSymbol]:
         return [b for b in self._trace.bound_symbols if b.sym.id != prims.PrimIDs.DEL and b.sym != _CLEAR]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from thunder_xform.parallel.accumulation import accumulates
 from thunder_xform.parallel.agreement import agree_on, gather_objects, together
 from thunder_xform.parallel.collectives import broadcast, in_chunks
 from thunder_xform.parallel.groups import process_group
@@ -12,17 +13,32 @@ from thunder_xform.parallel.replicate import (
     reduce_wait,
     replicate,
 )
+from thunder_xform.parallel.shard import (
+    ShardedBucket,
+    gather_start,
+    gather_wait,
+    scatter_start,
+    scatter_wait,
+    stash,
+)
 
 __all__ = [
     "ReplicatedBucket",
+    "ShardedBucket",
+    "accumulates",
     "agree_on",
     "broadcast",
     "gather_objects",
+    "gather_start",
+    "gather_wait",
     "in_chunks",
     "process_group",
     "reduce_accumulated",
     "reduce_start",
     "reduce_wait",
     "replicate",
+    "scatter_start",
+    "scatter_wait",
+    "stash",
     "together",
 ]

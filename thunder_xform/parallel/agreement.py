@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,9 @@ from thunder_xform.errors import ParallelError
 if TYPE_CHECKING:
     from thunder_xform.registry import Lock
 
+#: Differences that a message lists.
+_SHOWN = 10
+
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """``value`` of every rank of ``group``, in rank order. A collective."""
@@ -21,22 +26,52 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return gathered
 
 
-def agree_on(lock: Lock, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Compare resolved pipelines over ``groups``. A collective.
+def agree_on(lock: Lock, model: Mapping[str, str], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Compare what the ranks of ``groups`` are about to do. A collective.
+
+    Args:
+        lock: the resolved pipeline.
+        model: a description of every parameter and buffer, by name.
+        groups: process groups; what one of them finds is told to the later ones.
 
     Raises:
-        ParallelError: on every rank, with the difference, if any two ranks resolved different plugins, versions or options.
+        ParallelError: on every rank, with the first differences, if any two ranks resolved other plugins, versions or
+            options, or built another model.
     """
+    own = (lock.to_json(), dict(model))
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    found: ParallelError | None = None
     for group in groups:
-        locks = gather_objects(lock.to_json(), group)
-        for rank, other in enumerate(locks):
-            if other != locks[0]:
-                lines = "\n".join(f"  {line}" for line in type(lock).from_json(locks[0]).diff(lock.from_json(other)))
-                raise ParallelError(
-                    f"Ranks {dist.get_global_rank(group, 0)} and {dist.get_global_rank(group, rank)} resolved different "
-                    f"pipelines:\n{lines}\n",
-                    "Resolve the same names, options and versions on every rank.",
-                )
+        answers = gather_objects((digest, found), group)
+        found = found or next((theirs for _, theirs in answers if theirs is not None), None)
+        digests = [theirs for theirs, _ in answers]
+        other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
+        if other is not None:
+            everyone = gather_objects(own, group)
+            ranks = dist.get_global_rank(group, 0), dist.get_global_rank(group, other)
+            found = found or _disagreement(type(lock), everyone[0], everyone[other], ranks)
+    if found is not None:
+        raise found
+
+
+def _disagreement(
+    lock: type[Lock], a: tuple[str, dict[str, str]], b: tuple[str, dict[str, str]], ranks: tuple[int, int]
+) -> ParallelError:
+    if a[0] != b[0]:
+        what = "resolved different pipelines"
+        remedy = "Resolve the same names, options and versions on every rank."
+        lines = lock.from_json(a[0]).diff(lock.from_json(b[0]))
+    else:
+        what = "built different models"
+        remedy = "Build the same model on every rank; only the values may differ."
+        lines = tuple(
+            f"{name}: {a[1].get(name, 'absent')} -> {b[1].get(name, 'absent')}"
+            for name in sorted(a[1].keys() | b[1].keys())
+            if a[1].get(name) != b[1].get(name)
+        )
+    shown = [*lines[:_SHOWN], *([f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])]
+    told = "".join(f"\n  {line}" for line in shown)
+    return ParallelError(f"Ranks {ranks[0]} and {ranks[1]} {what}:{told}\n", remedy, ranks=ranks, differences=lines)
 
 
 @contextmanager

@@ -46,7 +46,11 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessG
         return Pending(dist.reduce_scatter_tensor(shard, full, group=group, async_op=True))
     received = torch.empty_like(full)
     work = dist.all_to_all_single(received, full, group=group, async_op=True)
-    return Pending(work, lambda: torch.sum(received.view(-1, shard.numel()), 0, out=shard) and None)
+
+    def add_up() -> None:
+        torch.sum(received.view(-1, shard.numel()), 0, out=shard)
+
+    return Pending(work, add_up)
 
 
 def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> Pending:

@@ -33,14 +33,14 @@ def process_group(option: Any, plugin: str) -> dist.ProcessGroup:
                 'Pass one dimension of it, for example process_group=mesh["shard"].',
             )
         group = option.get_group()
-    elif isinstance(option, dist.ProcessGroup):
+    elif isinstance(option, dist.ProcessGroup) or option is dist.GroupMember.NON_GROUP_MEMBER:
         group = option
     else:
         raise ParallelError(
             f"Plugin {plugin!r} got {type(option).__name__} as process_group.",
             "Pass a torch.distributed.ProcessGroup or one dimension of a DeviceMesh.",
         )
-    if group is None or dist.get_rank(group) < 0:
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         raise ParallelError(
             f"Rank {dist.get_rank()} is not a member of the process group given to plugin {plugin!r}.",
             "Build the model only on ranks of the group, or pass a group that contains this rank.",

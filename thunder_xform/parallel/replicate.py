@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from thunder_xform.host.operators import operator, tensor_like
 from thunder_xform.parallel import collectives
+from thunder_xform.parallel.accumulation import accumulates
 
 
 class ReplicatedBucket:
@@ -24,14 +25,21 @@ class ReplicatedBucket:
         names: parameter names.
         tensors: gives the live parameters, in the order of ``names``.
         group: process group to average over.
+        strays: gives parameters that this backward does not reach, but whose ``.grad`` may hold what other code paths of
+            the model accumulated locally; it is averaged along with the bucket.
     """
 
     def __init__(
-        self, names: Sequence[str], tensors: Callable[[], list[torch.Tensor]], group: dist.ProcessGroup
+        self,
+        names: Sequence[str],
+        tensors: Callable[[], list[torch.Tensor]],
+        group: dist.ProcessGroup,
+        strays: Callable[[], list[torch.Tensor]] = list,
     ) -> None:
         self.names = tuple(names)
         self.group = group
         self._tensors = tensors
+        self._strays = strays
         self._world = dist.get_world_size(group)
         self._pending: collectives.Pending | None = None
 
@@ -41,14 +49,18 @@ class ReplicatedBucket:
     def start(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Start averaging ``gradients`` plus what ``.grad`` has accumulated locally; returns the flat buffer in flight."""
         flat = torch.empty(sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device)
+        parameters = self._tensors()
         pieces = self._pieces(flat, gradients)
-        for piece, gradient, parameter in zip(pieces, gradients, self._tensors(), strict=True):
+        for piece, gradient, parameter in zip(pieces, gradients, parameters, strict=True):
             torch.div(gradient, self._world, out=piece)
-            if parameter.grad is not None:
+            if parameter.grad is not None and accumulates(parameter):
                 # Accumulated without synchronization (or already averaged, then averaging changes nothing); autograd
                 # will put what this returns in its place.
                 piece.add_(parameter.grad, alpha=1.0 / self._world)
                 parameter.grad = None
+        strays = self._strays()
+        if strays and any(map(accumulates, parameters)):
+            reduce_accumulated(strays, self.group, flat.nbytes)
         self._pending = collectives.all_reduce(flat, self.group)
         return flat
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,11 @@ from thunder_xform_ddp.options import Options
 class DDP(tx.Plugin[Options]):
     """Data parallelism in the manner of ``torch.nn.parallel.DistributedDataParallel`` (Li et al., VLDB 2020)."""
 
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        #: Parameters with gradients in code compiled under no_sync.
+        self._accumulating: set[str] = set()
+
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (parallel.process_group(self.options.process_group, "ddp"),)
 
@@ -23,14 +28,10 @@ class DDP(tx.Plugin[Options]):
     def update_model_state(self, params: tx.Parameters, ctx: tx.Context) -> None:
         (self._group,) = self.process_groups()
         source = self.options.broadcast_from
-        world = dist.get_world_size(self._group)
-        if source is not None and not 0 <= source < world:
-            raise tx.errors.ParallelError(
-                f"Plugin 'ddp' shall broadcast from rank {source}, but its process group has {world} ranks.",
-                f"Set broadcast_from to a rank between 0 and {world - 1}.",
-            )
         names = [*params, *params.buffers]
-        _refuse_unusable({name: params.tensor(name) for name in names})
+        with parallel.together([self._group], "The check of the model by plugin 'ddp'"):
+            _refuse_source(source, dist.get_world_size(self._group))
+            _refuse_unusable({name: params.tensor(name) for name in names})
         for name in names:
             # What the user's module holds is copied: training must not change it, nor the broadcast.
             if params.tensor(name) is params.original(name):
@@ -47,8 +48,16 @@ class DDP(tx.Plugin[Options]):
     @tx.hookimpl
     def before_autograd(self, computation: tx.Computation, ctx: tx.Context) -> tx.Computation:
         if ctx.no_sync:
+            self._accumulating.update(computation.differentiable_parameters)
             return computation
-        return computation.restore([self._bucket(names, ctx) for names in self._plan(computation, ctx)])
+        plan = self._plan(computation, ctx)
+        reached = {name for names in plan for name in names}
+
+        def strays() -> list[str]:
+            # What other code paths of the model accumulated: no bucket of this one reduces it.
+            return sorted(self._accumulating - reached)
+
+        return computation.restore([self._bucket(names, ctx, strays if names is plan[0] else list) for names in plan])
 
     def _plan(self, computation: tx.Computation, ctx: tx.Context) -> list[list[str]]:
         """Parameter names per bucket, in the order in which the backward finishes their gradients."""
@@ -57,18 +66,31 @@ class DDP(tx.Plugin[Options]):
         chunks = parallel.in_chunks([ctx.tensor(name) for name in names], int(self.options.bucket_cap_mb * 2**20))
         return [[tensors[id(tensor)] for tensor in chunk] for chunk in chunks]
 
-    def _bucket(self, names: Sequence[str], ctx: tx.Context) -> tuple[Sequence[str], Any]:
-        bucket = parallel.ReplicatedBucket(names, lambda: [ctx.tensor(name) for name in names], self._group)
+    def _bucket(
+        self, names: Sequence[str], ctx: tx.Context, strays: Callable[[], list[str]]
+    ) -> tuple[Sequence[str], Any]:
+        def live(names: Sequence[str]) -> list[torch.Tensor]:
+            return [ctx.tensor(name) for name in names]
+
+        bucket = parallel.ReplicatedBucket(names, lambda: live(names), self._group, lambda: live(strays()))
         return names, lambda *stored: parallel.replicate(bucket, *stored)
 
     @tx.hookimpl
     def after_optimization(self, schedule: tx.Schedule) -> tx.Schedule:
-        return schedule.sink(parallel.reduce_wait)
+        return schedule.delay(parallel.reduce_start, parallel.reduce_wait)
 
     @tx.hookimpl
     def sync_gradients(self, ctx: tx.Context) -> None:
         cap = int(self.options.bucket_cap_mb * 2**20)
         parallel.reduce_accumulated(ctx.parameters.values(), self._group, cap)
+
+
+def _refuse_source(source: int | None, world: int) -> None:
+    if source is not None and not 0 <= source < world:
+        raise tx.errors.ParallelError(
+            f"Plugin 'ddp' shall broadcast from rank {source}, but its process group has {world} ranks.",
+            f"Set broadcast_from to a rank between 0 and {world - 1}.",
+        )
 
 
 def _refuse_unusable(tensors: dict[str, torch.Tensor]) -> None:
