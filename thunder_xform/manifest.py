@@ -131,6 +131,7 @@ _SPECIFIER = re.compile(
 )
 _Form = tuple[re.Pattern[str], str]
 
+_EDGE_FIELDS = ("requires", "wants", "after", "before", "conflicts", "commutes")
 _FIELDS = tuple(Manifest.__dataclass_fields__)
 _BUNDLE_FIELDS = ("schema", "name", "summary", "requires", "defaults", "host")
 
@@ -153,6 +154,9 @@ class _Reader:
         name = self._text("name", _NAME)
         if not name or keyword.iskeyword(name):
             self._fail("name", self._is("name", name), f"Give {_NAME[1]}.")
+        for key in _EDGE_FIELDS:
+            if name in self._names(self._table, key, _EDGE):
+                self._fail(key, f"`{key}` contains {name!r}, the plugin's own name.", "Remove it there.")
         bundle = "plugin" not in self._table
         if bundle:
             self._check_bundle()

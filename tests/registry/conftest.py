@@ -1,16 +1,18 @@
 """Plugins that exist in memory only, and installed ones in folders of their own."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+import thunder_xform
 from thunder_xform.manifest import Effects, Manifest
 from thunder_xform.registry import Record, Registry
 
@@ -36,7 +38,9 @@ def registry() -> Callable[..., Registry]:
     """A sealed registry: each positional argument is a record, each keyword names one by its manifest's fields."""
 
     def make(*records: Record, environ: dict[str, str] | None = None, **named: Fields) -> Registry:
-        return Registry([*records, *(_record(name, **fields) for name, fields in named.items())], environ=environ)
+        return Registry(
+            [*records, *(_record(name, **fields) for name, fields in named.items())], environ=environ
+        )
 
     return make
 
@@ -106,10 +110,18 @@ def make_site(tmp_path: Path) -> Callable[[str], Site]:
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with this package and what the registry needs: no torch, no Thunder, no other plugin."""
     folder = tmp_path_factory.mktemp("bare")
-    for package in ("thunder_xform", "importlib_metadata", "packaging", "zipp"):
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.submodule_search_locations:
-            (folder / package).symlink_to(list(spec.submodule_search_locations)[0])
+    (folder / "thunder_xform").symlink_to(Path(thunder_xform.__file__).parent)
+    needed, seen = ["importlib-metadata", "packaging"], set()
+    while needed:
+        if (name := needed.pop()) in seen:
+            continue
+        seen.add(name)
+        distribution = metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or ()}:
+            if not top.endswith(".dist-info") and top not in ("..", "__pycache__"):
+                (folder / top).symlink_to(distribution.locate_file(top))
+        requirements = map(Requirement, distribution.requires or ())
+        needed += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
     return folder
 
 
@@ -117,7 +129,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(bare: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run Python with `sites` and the bare folder as its only packages."""
 
-    def run(*arguments: str, sites: tuple[Site, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, sites: tuple[Site, ...] = (), **environ: str
+    ) -> subprocess.CompletedProcess[str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "THUNDER_XFORM_"))}
         paths = os.pathsep.join(str(path) for path in (*(site.path for site in sites), bare))
         return subprocess.run(

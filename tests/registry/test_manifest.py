@@ -55,7 +55,9 @@ def test_all_fields():
 
 
 def test_a_manifest_without_plugin_is_a_bundle():
-    bundle = Manifest.parse('schema = 1\nname = "big"\nrequires = ["a", "b"]\n[defaults.a]\nrank = 4\nnames = ["x"]')
+    bundle = Manifest.parse(
+        'schema = 1\nname = "big"\nrequires = ["a", "b"]\n[defaults.a]\nrank = 4\nnames = ["x"]'
+    )
     assert bundle.is_bundle
     assert bundle.requires == ("a", "b")
     assert bundle.defaults == {"a": {"rank": 4, "names": ["x"]}}
@@ -92,7 +94,11 @@ GOLDEN = {
     "missing schema": (text(schema=None), "schema", "`schema` is missing. Write `schema = 1`."),
     "boolean schema": (text(schema="true"), "schema", "`schema` is True. Write `schema = 1`."),
     "newer schema": (text(schema="2"), "schema", "`schema` is 2, newer than 1. Upgrade thunder-xform."),
-    "missing name": (text(name=None), "name", "`name` is missing. Give a lower-case identifier such as 'lora'."),
+    "missing name": (
+        text(name=None),
+        "name",
+        "`name` is missing. Give a lower-case identifier such as 'lora'.",
+    ),
     "dashed name": (
         text(name='"my-lora"'),
         "name",
@@ -120,9 +126,18 @@ GOLDEN = {
         "provides",
         "`provides` contains 'shard'. Each entry is a dotted capability such as 'parallel.shard'.",
     ),
-    "edge as string": (text(after='"quant"'), "after", f"`after` is 'quant'. Give a list; each entry is {EDGE}."),
+    "edge as string": (
+        text(after='"quant"'),
+        "after",
+        f"`after` is 'quant'. Give a list; each entry is {EDGE}.",
+    ),
     "edge of wrong type": (text(before="[1]"), "before", f"`before` contains 1. Each entry is {EDGE}."),
     "bare wildcard": (text(before='["*"]'), "before", f"`before` contains '*'. Each entry is {EDGE}."),
+    "edge to itself": (
+        text(after='["lora"]'),
+        "after",
+        "`after` contains 'lora', the plugin's own name. Remove it there.",
+    ),
     "unknown effect": (
         text(effects='{ write = ["params"] }'),
         "effects.write",
@@ -133,7 +148,11 @@ GOLDEN = {
         "effects.writes",
         "`effects.writes` contains 'Params'. Each entry is a dotted name such as 'params.layout'.",
     ),
-    "effects as list": (text(effects='["params"]'), "effects", "`effects` is ['params']. Give a table: [effects]."),
+    "effects as list": (
+        text(effects='["params"]'),
+        "effects",
+        "`effects` is ['params']. Give a table: [effects].",
+    ),
     "host without operator": (
         text() + '\n[host]\ntorch = "2.13"',
         "host.torch",
@@ -172,7 +191,9 @@ def test_refused(source, field, message):
 
 
 def test_unreadable_files(tmp_path):
-    with pytest.raises(ManifestError, match=r"no\.toml: cannot be read \(No such file or directory\)\. Ship it"):
+    with pytest.raises(
+        ManifestError, match=r"no\.toml: cannot be read \(No such file or directory\)\. Ship it"
+    ):
         Manifest.read(tmp_path / "no.toml")
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
     with pytest.raises(ManifestError, match=r"cannot be read \('utf-8' codec can't decode"):

@@ -8,6 +8,7 @@ from itertools import combinations
 from thunder_xform.errors import ConflictError, UnorderedEffectsError, spell
 from thunder_xform.manifest import Effects
 from thunder_xform.registry._order import Graph
+from thunder_xform.registry._request import same
 from thunder_xform.registry._step import Step
 
 __all__ = ["check_conflicts", "check_effects", "check_exclusive"]
@@ -36,7 +37,7 @@ def check_exclusive(steps: Sequence[Step]) -> None:
         for resource in sorted(a.manifest.exclusive.keys() & b.manifest.exclusive.keys()):
             options_a, options_b = a.manifest.exclusive[resource], b.manifest.exclusive[resource]
             values_a, values_b = [*map(a.option, options_a)], [*map(b.option, options_b)]
-            if len(values_a) == len(values_b) and all(map(_same, values_a, values_b)):
+            if len(values_a) == len(values_b) and all(map(same, values_a, values_b)):
                 claims = tuple(
                     f"{step.origin}: exclusive = {{{resource!r} = {list(options)!r}}}"
                     for step, options in ((a, options_a), (b, options_b))
@@ -90,16 +91,6 @@ def _commute(a: Step, b: Step) -> bool:
     return any(map(b.manifest.matches, a.manifest.commutes)) or any(
         map(a.manifest.matches, b.manifest.commutes)
     )
-
-
-def _same(a: object, b: object) -> bool:
-    """Equality that an exotic ``==`` cannot break."""
-    if a is b:
-        return True
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except Exception:
-        return False
 
 
 def _provided(step: Step, pattern: str) -> list[str]:

@@ -107,8 +107,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 def _load_error(step: Step, target: str, what: str, cause: Exception) -> LoadError:
     announced = f", entry point {step.entry_point!r}" if step.entry_point else ""
     return LoadError(
-        f"{step.name!r} [{step.origin}{announced}]: {target!r} {what} "
-        f"({type(cause).__name__}: {cause}).",
+        f"{step.name!r} [{step.origin}{announced}]: {target!r} {what} ({type(cause).__name__}: {cause}).",
         f"Install what it misses, or reinstall it: pip install --force-reinstall {step.distribution}",
         plugin=step.name,
         distribution=step.distribution,

@@ -20,7 +20,7 @@ from thunder_xform.registry._checks import check_conflicts, check_effects, check
 from thunder_xform.registry._options import read_options
 from thunder_xform.registry._order import Graph
 from thunder_xform.registry._record import Record
-from thunder_xform.registry._request import Wish, canonical, read_request
+from thunder_xform.registry._request import Wish, canonical, read_request, same
 from thunder_xform.registry._resolution import Resolution
 from thunder_xform.registry._select import Selection
 from thunder_xform.registry._step import Step
@@ -77,7 +77,8 @@ def _given(
     options: Mapping[str, Mapping[str, Any]], wishes: Mapping[str, Wish], selection: Selection
 ) -> dict[str, dict[str, Any]]:
     """The ``options=`` argument, after checking that it fits the request."""
-    for name, values in options.items():
+    with_options = [name for name, wish in wishes.items() if wish.options]
+    for name in dict.fromkeys((*with_options, *options)):
         if name in selection.bundles:
             members = spell(selection.bundles[name][1].requires)
             raise UnknownNameError(
@@ -87,25 +88,34 @@ def _given(
                 known=tuple(selection.plugins),
             )
         if name not in selection.plugins:
+            hint = closest(name, selection.plugins)
             raise UnknownNameError(
-                f"options are given for {name!r}, which is not in the pipeline."
-                + closest(name, selection.plugins),
+                f"options are given for {name!r}, which is not in the pipeline.{hint}",
                 f"It consists of {spell(selection.plugins)}." if selection.plugins else "It is empty.",
                 name=name,
                 known=tuple(selection.plugins),
             )
-        wish = wishes.get(name, Wish(name))
-        for key, value in values.items():
-            old = wish.options.get(key, canonical(value))
-            if wish.instance is not None or canonical(value) != old:
-                held = f"{old!r} in the request" if wish.instance is None else "set by the plugin instance"
-                raise DuplicateRequestError(
-                    f"the option {key!r} of {name!r} is {held} and {value!r} in options=.",
-                    "Give it in one place.",
-                    name=name,
-                    option=key,
-                )
-    return {name: canonical(dict(values)) for name, values in options.items()}
+    given = {name: canonical(dict(values)) for name, values in options.items()}
+    for name, values in given.items():
+        _check_once(wishes.get(name, Wish(name)), values)
+    return given
+
+
+def _check_once(wish: Wish, values: Mapping[str, Any]) -> None:
+    """Raise `DuplicateRequestError` if `values` contradict what the request says of the plugin already."""
+    for key, value in values.items():
+        if wish.instance is not None:
+            held = "set by the plugin instance"
+        elif key in wish.options and not same(wish.options[key], value):
+            held = f"{wish.options[key]!r} in the request"
+        else:
+            continue
+        raise DuplicateRequestError(
+            f"the option {key!r} of {wish.name!r} is {held} and {value!r} in options=.",
+            "Give it in one place.",
+            name=wish.name,
+            option=key,
+        )
 
 
 def _presets(selection: Selection) -> dict[str, dict[str, Any]]:
@@ -119,12 +129,12 @@ def _presets(selection: Selection) -> dict[str, dict[str, Any]]:
             _check_preset(bundle, *selection.plugins[name], values)
             for key, value in canonical(dict(values)).items():
                 other = source.setdefault((name, key), bundle)
-                if presets.setdefault(name, {}).setdefault(key, value) != value:
+                if not same(presets.setdefault(name, {}).setdefault(key, value), value):
                     claims = tuple(f"{b.origin}: defaults.{name}.{key}" for b in (other, bundle))
                     raise ConflictError(
                         f"{other.name!r} presets {key} = {presets[name][key]!r} for {name!r}, "
                         f"and {bundle.name!r} presets {value!r} [{'; '.join(claims)}].",
-                        f"Leave out one of them, or request {name!r}'s members yourself.",
+                        "Leave out one of them, and request what it stands for instead.",
                         names=(other.name, bundle.name),
                         claims=claims,
                     )
@@ -138,7 +148,7 @@ def _check_preset(bundle: Record, record: Record, manifest: Manifest, values: Ma
         raise ManifestError(
             f"`defaults.{record.name}` sets {error.option!r}, but {error.problem}",
             error.remedy,
-            file=bundle.entry_point,
+            file=bundle.entry_point.replace(":", "/") or "the manifest",
             field=f"defaults.{record.name}",
             distribution=bundle.origin,
         ) from None

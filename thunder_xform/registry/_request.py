@@ -11,7 +11,7 @@ from thunder_xform.errors import DuplicateRequestError, RequestSyntaxError
 from thunder_xform.registry._catalog import Catalog
 from thunder_xform.registry._text import parse, type_name
 
-__all__ = ["Wish", "canonical", "read_request"]
+__all__ = ["Wish", "canonical", "read_request", "same"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,16 @@ def canonical(value: Any) -> Any:
         case dict():
             return {key: canonical(entry) for key, entry in value.items()}
     return value
+
+
+def same(a: object, b: object) -> bool:
+    """Equality of type and value that an exotic ``==`` cannot break."""
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False
 
 
 def _items(request: object) -> Iterable[object]:
@@ -112,6 +122,6 @@ def _field_values(options: Any) -> tuple[dict[str, Any], frozenset[str]]:
             default = entry.default_factory()
         else:
             default = entry.default
-        if value is default or (type(value) is type(default) and value == default):
+        if same(value, default):
             defaulted.add(entry.name)
     return {key: canonical(value) for key, value in values.items()}, frozenset(defaulted)

@@ -59,14 +59,17 @@ class Selection:
     def _close(self) -> None:
         """Pull in requirements until none is missing: names first, then capabilities with one provider."""
         while missing := list(self._missing("requires")):
-            named = [pattern for _, pattern in missing if self._catalog.usable(pattern)]
-            single = [
-                found[0] for _, pattern in missing if len(found := self._catalog.matching(pattern)) == 1
-            ]
-            if not (named or single):
+            named = [pattern for _, pattern in missing if self._sources(pattern) == (pattern,)]
+            single = [found[0] for _, pattern in missing if len(found := self._sources(pattern)) == 1]
+            if not single:
                 raise self._unmet(*missing[0])
             for name in named or single[:1]:
                 self._add(name)
+
+    def _sources(self, pattern: str) -> tuple[str, ...]:
+        """The plugins that could be pulled in to meet `pattern`: the one so named, or all that provide it."""
+        found = (pattern,) if self._catalog.find(pattern) else self._catalog.matching(pattern)
+        return tuple(name for name in found if name not in self._chosen and self._catalog.usable(name))
 
     def _missing(self, field: str) -> Iterator[tuple[str, str]]:
         """The ``(plugin, pattern)`` pairs that nothing else chosen meets, in canonical order."""
@@ -77,8 +80,8 @@ class Selection:
 
     def _next_wanted(self) -> str | None:
         for _, pattern in self._missing("wants"):
-            found = (pattern,) if self._catalog.find(pattern) else self._catalog.matching(pattern)
-            if len(found) == 1 and found[0] not in self._chosen and self._attainable(found[0], set()):
+            found = self._sources(pattern)
+            if len(found) == 1 and self._attainable(found[0], set()):
                 return found[0]
         return None
 
@@ -86,13 +89,11 @@ class Selection:
         """Whether `name` and all it requires could be pulled in."""
         if name in self._chosen or name in seen:
             return True
-        if not self._catalog.usable(name):
-            return False
         seen.add(name)
         for pattern in self._catalog.get(name)[1].requires:
             if any(m.matches(pattern) for _, m in self._chosen.values()):
                 continue
-            found = (pattern,) if self._catalog.find(pattern) else self._catalog.matching(pattern)
+            found = self._sources(pattern)
             if len(found) != 1 or not self._attainable(found[0], seen):
                 return False
         return True
@@ -101,7 +102,7 @@ class Selection:
         record = self._chosen[name][0]
         what = f"{name!r} requires {pattern!r} [{record.origin}: requires]"
         unusable = self._catalog.find(pattern)
-        candidates = self._catalog.matching(pattern)
+        candidates = self._sources(pattern)
         cause = unusable.error if unusable else None
         if cause is not None:
             problem, remedy = f"{what}, which cannot be used: {cause.problem}", cause.remedy
@@ -110,7 +111,7 @@ class Selection:
             remedy = f"Add the one you want to the request: {spell(candidates, 'or')}."
         elif "." in pattern:
             problem, remedy = (
-                f"{what}, which no installed plugin provides.",
+                f"{what}, which no other installed plugin provides.",
                 "Install a plugin that provides it.",
             )
         else:
