@@ -7,6 +7,7 @@ prologue's first operator, so an entry for another mode fails within microsecond
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -47,9 +48,13 @@ def training_modes(module: torch.nn.Module) -> Callable[[], tuple[bool, ...]]:
 def with_check(prologue: TraceCtx, name: str, holds: Callable[[], bool], *, first: bool = False) -> TraceCtx:
     """A prologue that raises :class:`GuardMiss` unless ``holds()``; evaluated first or last among its checks."""
 
+    # The prologue finds the function by this name: two checks of one name would be one.
+    taken = {bsym.sym.name for bsym in prologue.bound_symbols}
+    name = next(n for n in chain([name], (f"{name}_{i}" for i in count(2))) if n not in taken)
+
     def run(args: Any) -> None:
         if not holds():
-            raise GuardMiss
+            raise GuardMiss(name)
 
     symbol = Symbol(
         name=name,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from thunder.core.trace import TraceCtx
 
+from thunder_xform.errors import PipelineError
 from thunder_xform.host.guards import with_check
 
 
@@ -28,5 +29,14 @@ class Prologue:
         Args:
             name: a valid identifier, printed in the trace; ``check_`` is put before it.
             holds: the condition.
+
+        Raises:
+            PipelineError: the condition is false now, so the code being compiled could never run.
         """
+        if not holds():
+            raise PipelineError(
+                f"The check {name!r} fails in the very compilation that it is added to.",
+                "Add conditions under which the code being compiled is valid.",
+                name=name,
+            )
         return Prologue(with_check(self._trace, f"check_{name}", holds))

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from thunder_xform.host.ledger import Version
+    from thunder_xform.pipeline.events import CompileEvent
     from thunder_xform.pipeline.session import Session
 
 
@@ -38,6 +39,11 @@ class Context:
     def module(self) -> torch.nn.Module:
         """The user's module. Read its structure; never change it."""
         return self._session.module._model
+
+    @property
+    def event(self) -> CompileEvent | None:
+        """The compilation under way, or else the latest; None before the first."""
+        return self._session.events[-1] if self._session.events else None
 
     @property
     def no_sync(self) -> bool:

@@ -21,7 +21,7 @@ from thunder_xform.host.ledger import Ledger, Version
 from thunder_xform.host.parameters import Parameters
 from thunder_xform.parallel.agreement import agree_on, together
 from thunder_xform.pipeline.context import Context
-from thunder_xform.pipeline.events import CompileEvent
+from thunder_xform.pipeline.events import CompileEvent, reasons
 
 if TYPE_CHECKING:
     from thunder_xform.registry import Resolution, Step
@@ -46,6 +46,8 @@ class Session:
         self.events: list[CompileEvent] = []
         self.attached = 0
         self.groups: list[Any] = []
+        self._dropped_before = 0
+        self._why_dropped = "first call"
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs.Hooks)
         for name, plugin in zip(self.names, self.plugins, strict=True):
@@ -60,7 +62,9 @@ class Session:
         self._manager.register(observer)
 
     def call(self, index: int, hook: str, **arguments: Any) -> Any:
-        """Call one plugin's implementation of ``hook``, inside the observers' wrappers."""
+        """Call one plugin's implementation of ``hook``, inside the observers' wrappers; None if it has none."""
+        if not self.implements(index, hook):
+            return None
         others = [p for i, p in enumerate(self.plugins) if i != index]
         caller = self._manager.subset_hook_caller(hook, others)
         try:
@@ -83,10 +87,9 @@ class Session:
         return self.plugins[self.names.index(name)]
 
     def implements(self, index: int, hook: str) -> bool:
-        """Whether the plugin at ``index`` implements ``hook``, or an observer watches it."""
+        """Whether the plugin at ``index`` implements ``hook``."""
         plugin = self.plugins[index]
-        implementations = getattr(self._manager.hook, hook).get_hookimpls()
-        return any(i.plugin is plugin or i.wrapper or i.hookwrapper for i in implementations)
+        return any(i.plugin is plugin for i in getattr(self._manager.hook, hook).get_hookimpls())
 
     # -- thunder.jit ---------------------------------------------------------------------------------------------
 
@@ -145,6 +148,39 @@ class Session:
         step = self.steps[index]
         raise VerificationError(step.name, step.distribution, hook, problem, str(before), str(after))
 
+    # -- compilations --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A step of the compilation that is under way; if it fails there was no compilation."""
+        try:
+            yield
+        except BaseException:
+            del self.events[-1:]
+            raise
+
+    def begin(self, conditions: dict[str, str]) -> None:
+        """Record that a compilation starts, and why."""
+        key = self.named_key()
+        self._check_key(key)
+        held = self.events[self._dropped_before :]
+        why = reasons(key, conditions, held, self._why_dropped)
+        self.events.append(CompileEvent(len(self.events), why, key, conditions))
+
+    def _check_key(self, key: dict[str, Hashable]) -> None:
+        again = self.named_key()
+        for index, name in enumerate(self.names):
+            value = key.get(name)
+            try:
+                hash(value)
+                stable = bool((value,) == (again.get(name),))
+            except Exception as error:
+                self.fail(index, "guard_key", f"the key {value!r} cannot be hashed and compared ({error})")
+            if not stable:
+                self.fail(
+                    index, "guard_key", f"the key changed from {value!r} to {again[name]!r} while nothing else did"
+                )
+
     # -- state that guards compiled entries ----------------------------------------------------------------------
 
     def key(self) -> tuple[Hashable, ...]:
@@ -167,6 +203,7 @@ class Session:
     def invalidate(self, event: str) -> int:
         """Drop all compiled entries because of ``event``; returns how many there were."""
         self.each("invalidate_cache", event=event)
+        self._dropped_before, self._why_dropped = len(self.events), f"invalidated: {event}"
         return host_module.drop_compiled_entries(self.module)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:

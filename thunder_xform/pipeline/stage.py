@@ -11,11 +11,11 @@ from thunder.core.transform_common import Transform
 from thunder_xform.errors import PipelineError
 from thunder_xform.host import verify
 from thunder_xform.host.computation import Computation
+from thunder_xform.host.conditions import conditions, is_compiling
 from thunder_xform.host.guards import insert_guard
 from thunder_xform.host.inputs import InputTable, derive_prologue, read_inputs
 from thunder_xform.host.prologue import Prologue
 from thunder_xform.host.schedule import Schedule
-from thunder_xform.pipeline.events import CompileEvent, reasons
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline.session import Session
@@ -27,7 +27,6 @@ class Stage(Transform):
     def __init__(self, session: Session, index: int) -> None:
         self._session = session
         self._index = index
-        self._table: InputTable | None = None
 
     def __repr__(self) -> str:
         return f"Stage({self.plugin!r})"
@@ -44,37 +43,41 @@ class Stage(Transform):
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx]:
         session, index = self._session, self._index
-        if session.attached < len(session.plugins):
-            raise PipelineError(
-                f"The pipeline {' -> '.join(session.names)} was not applied to a model.",
-                "Pass it to thunder.jit together with the torch.nn.Module it shall transform.",
-            )
+        self._require_complete()
         prologue, computation = prologue_trace, computation_trace
         if index == 0:
-            computation, table = self._open(prologue, computation)
-            prologue = derive_prologue(insert_guard(prologue, session.key), table, computation, session.ledger)
-        else:
-            table = session.table
-        computation, table = table.advance(computation, index, session.names[index])
-        return *self._run_hooks(prologue, computation, table), epilogue_trace
+            session.begin(conditions(prologue))
+        with session.compiling():
+            if index == 0:
+                computation, table = read_inputs(session.ledger, prologue, computation)
+                prologue = derive_prologue(insert_guard(prologue, session.key), table, computation, session.ledger)
+            else:
+                table = session.table
+            computation, table = table.advance(computation, index, session.names[index])
+            return *self._run_hooks(prologue, computation, table), epilogue_trace
 
-    def _open(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, InputTable]:
+    def _require_complete(self) -> None:
+        """Refuse to compile anything but the model that all plugins were applied to."""
         session = self._session
-        key = session.named_key()
-        session.events.append(CompileEvent(len(session.events), reasons(key, session.events), key))
-        return read_inputs(session.ledger, prologue, computation)
+        names = " -> ".join(session.names)
+        if 0 < session.attached < len(session.plugins):
+            raise PipelineError(
+                f"Only {', '.join(session.names[: session.attached])} of the pipeline {names} was applied to the model.",
+                "Pass the pipeline to thunder.jit as it is, without reordering or slicing it.",
+            )
+        if not session.attached or not is_compiling(session.module):
+            raise PipelineError(
+                f"The pipeline {names} is applied to a function.",
+                "Pass it to thunder.jit together with the torch.nn.Module that it shall transform.",
+            )
 
     def _run_hooks(
         self, prologue: TraceCtx, computation: TraceCtx, table: InputTable
     ) -> tuple[TraceCtx, TraceCtx]:
         session, index = self._session, self._index
         before = computation
-        if session.implements(index, "mutate_prologue"):
-            edited = session.call(index, "mutate_prologue", prologue=Prologue(prologue))
-            prologue = prologue if edited is None else edited._trace
-        view = Computation(computation, table)
-        if session.implements(index, "before_autograd"):
-            view = session.call(index, "before_autograd", computation=view) or view
+        prologue = self._call("mutate_prologue", prologue=Prologue(prologue))._trace
+        view = self._call("before_autograd", computation=Computation(computation, table))
         computation, session.table = view._trace, view._table
         prologue = derive_prologue(prologue, session.table, computation, session.ledger)
         if session.verify:
@@ -86,8 +89,17 @@ class Stage(Transform):
         return prologue, computation
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        session, index = self._session, self._index
-        if not session.implements(index, "after_optimization"):
-            return computation_trace
-        edited = session.call(index, "after_optimization", schedule=Schedule(computation_trace))
-        return computation_trace if edited is None else edited._trace
+        with self._session.compiling():
+            edited: Schedule = self._call("after_optimization", schedule=Schedule(computation_trace))
+            return edited._trace
+
+    def _call(self, hook: str, **view: Any) -> Any:
+        """What the plugin's ``hook`` makes of its one argument, a view; the same if it returns None."""
+        (given,) = view.values()
+        returned = self._session.call(self._index, hook, **view)
+        if returned is None:
+            return given
+        if type(returned) is not type(given):
+            kinds = type(returned).__name__, type(given).__name__
+            self._session.fail(self._index, hook, f"it returned a {kinds[0]} where a {kinds[1]} is expected")
+        return returned
