@@ -76,8 +76,8 @@ def build(drawn, shuffle):
 
 
 # Shrinking would start ten processes for every attempt.
-@settings(max_examples=2, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(st.lists(scenario, min_size=20, max_size=30), st.randoms(use_true_random=False))
+@settings(max_examples=1, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(st.lists(scenario, min_size=30, max_size=40), st.randoms(use_true_random=False))
 def test_same_set_same_order(evaluate, tmp_path_factory, drawn, randomness: random.Random):
     path = tmp_path_factory.mktemp("scenarios") / "scenarios.json"
     path.write_text(json.dumps([build(one, randomness.shuffle) for one in drawn]))

@@ -26,7 +26,7 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
     """
     if single := _NAME.fullmatch(text):
         return [(single[1], {})]
-    return _Parser(text).items()
+    return _Parser(text).items() if text.strip() else []
 
 
 def render(items: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
