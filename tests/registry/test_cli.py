@@ -65,7 +65,11 @@ def test_list(run):
         "\n" + BAD
     )
     denied = json.loads(run("list", "--json", "--deny", "lora", THUNDER_XFORM_DENY="bad").stdout)
-    assert {record["name"]: record["status"] for record in denied} == {"bad": "denied", "fsdp": "ok", "lora": "denied"}
+    assert {record["name"]: record["status"] for record in denied} == {
+        "bad": "denied",
+        "fsdp": "ok",
+        "lora": "denied",
+    }
     assert denied[2]["manifest"]["effects"] == {"reads": ["params.shape"], "writes": ["params.set"]}
 
 
@@ -173,7 +177,9 @@ def test_errors_of_the_user_have_no_traceback(run, arguments, kind, message):
     assert (error["type"], error["message"]) == (kind, message)
 
 
-@pytest.mark.parametrize("arguments", [[], ["lst"], ["plan"], ["why", "a"], ["plan", "a", "--edge", "ab"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [[], ["lst"], ["plan"], ["why", "a"], ["plan", "a", "--edge", "ab"]], ids=" ".join
+)
 def test_usage_errors(run, arguments):
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -243,7 +249,9 @@ def test_validate_imports_only_when_told(run, tmp_path):
 
 
 def test_validate_a_missing_module_and_folder(run, tmp_path):
-    project(tmp_path, ACME.replace("acme_lora.plugin", "acme_lora.plugn").replace("rnk", "rank"), options=OPTIONS)
+    project(
+        tmp_path, ACME.replace("acme_lora.plugin", "acme_lora.plugn").replace("rnk", "rank"), options=OPTIONS
+    )
     done = run("validate", str(tmp_path))
     assert "`plugin` is 'acme_lora.plugn:Plugin', but there is no source file for" in done.stderr
     assert run("validate", str(tmp_path / "src" / "acme_lora" / "manifest.toml")).returncode == 1
@@ -319,4 +327,7 @@ def test_help_scans_nothing(python):
 
 def test_the_script_is_declared():
     pyproject = Path(__file__).parents[2] / "pyproject.toml"
-    assert tomllib.loads(pyproject.read_text())["project"]["scripts"]["thunder-xform"] == "thunder_xform.cli:main"
+    assert (
+        tomllib.loads(pyproject.read_text())["project"]["scripts"]["thunder-xform"]
+        == "thunder_xform.cli:main"
+    )

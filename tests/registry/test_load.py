@@ -166,7 +166,10 @@ def test_the_options_class_may_refuse(resolve):
 def test_required_options(resolve):
     with pytest.raises(OptionError) as caught:
         resolve(options="options:Needy")
-    assert str(caught.value) == "'lora' [dist-lora 1.0] needs the option 'size'. Give it: ('lora', {'size': ...})."
+    assert (
+        str(caught.value)
+        == "'lora' [dist-lora 1.0] needs the option 'size'. Give it: ('lora', {'size': ...})."
+    )
     assert resolve("lora(size=1)", options="options:Needy")[1][0][1].options[0].size == 1
 
 

@@ -85,7 +85,22 @@ def test_objects_are_represented_without_identity(planned, monkeypatch):
 
 
 def test_values_that_json_would_confuse_stay_apart(planned):
-    values = [{1: 2}, {"1": 2}, {True: 2}, {None: 2}, {"$map": []}, {}, [], None, 0, False, 0.0, "", float("inf"), "inf"]
+    values = [
+        {1: 2},
+        {"1": 2},
+        {True: 2},
+        {None: 2},
+        {"$map": []},
+        {},
+        [],
+        None,
+        0,
+        False,
+        0.0,
+        "",
+        float("inf"),
+        "inf",
+    ]
     digests = {planned(value=value).digest for value in values}
     assert len(digests) == len(values)
     assert planned(value={"a": 1, "b": 2}).digest == planned(value={"b": 2, "a": 1}).digest
@@ -97,7 +112,10 @@ def test_diff(record, registry):
 
     options = {"options": "no_such_module:Options"}
     old = lock(
-        record("quant", "weights"), record("lora", **options), record("tune"), request="quant + lora(rank=8) + tune"
+        record("quant", "weights"),
+        record("lora", **options),
+        record("tune"),
+        request="quant + lora(rank=8) + tune",
     )
     new = lock(
         record("lora", version="2.0", before=("fsdp",), **options),
@@ -118,7 +136,9 @@ def test_diff(record, registry):
     assert old.diff(newer) == (f"host torch {version('torch')} -> 99",)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"schema": 1}', '{"schema": 1, "host": {}, "steps": [{}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "3", '{"schema": 1}', '{"schema": 1, "host": {}, "steps": [{}]}']
+)
 def test_other_text_is_no_lock(text):
     with pytest.raises(ResolutionError, match=r"Give the text that Lock.to_json\(\) of this version wrote"):
         Lock.from_json(text)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from thunder_xform.errors import XformError
 
@@ -18,9 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if all is well, 1 if there is a problem, which is on standard error; usage errors exit with 2.
     """
     arguments = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = arguments.run
+    # Only the module of the command that runs is imported, so that `--help` stays instant.
+    module, function = arguments.run
     try:
-        return run(arguments)
+        status: int = getattr(importlib.import_module(f"thunder_xform.cli.{module}"), function)(arguments)
+        return status
     except XformError as error:
         from thunder_xform.cli._output import print_error
 
@@ -38,34 +41,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    def command(name: str, module: str, function: str, help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help)
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=(module, function))
         sub.add_argument("--json", action="store_true", help="print JSON on standard output")
         return sub
 
-    listing = command("list", _list, "List the announced plugins, broken ones included.")
+    listing = command("list", "_list", "run", "List the announced plugins, broken ones included.")
     _add_lists(listing)
-    show = command("show", _show, "Show what a plugin declares, and its options.")
+    show = command("show", "_show", "run", "Show what a plugin declares, and its options.")
     show.add_argument("name", metavar="NAME")
-    why = command("why", _why, "Say why two plugins run in their order.")
+    why = command("why", "_plan", "run_why", "Say why two plugins run in their order.")
     why.add_argument("names", metavar="NAME", nargs=2)
     _add_lists(why)
     _add_edges(why)
-    plan = command("plan", _plan, "Order plugins and all that they require, without importing them.")
+    plan = command(
+        "plan", "_plan", "run_plan", "Order plugins and all that they require, without importing them."
+    )
     plan.add_argument(
         "request", metavar="REQUEST", nargs="+", help="a name, or text such as 'lora(rank=8) + fsdp'"
     )
     _add_lists(plan)
     _add_edges(plan)
     validate = command(
-        "validate", _validate, "Check a distribution, project folder or manifest against the format."
+        "validate", "_validate", "run", "Check a distribution, project folder or manifest against the format."
     )
     validate.add_argument("target", metavar="DIST|PATH")
     validate.add_argument(
         "--imports", action="store_true", help="also import the plugin: this executes its code"
     )
-    command("doctor", _doctor, "Check torch, Thunder, executors, process-group backends and all plugins.")
+    command(
+        "doctor", "_doctor", "run", "Check torch, Thunder, executors, process-group backends and all plugins."
+    )
     return parser
 
 
@@ -85,42 +92,3 @@ def _edge(text: str) -> tuple[str, str]:
     if not (first and colon and then):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST:THEN")
     return first, then
-
-
-# Each command's module is imported when it runs, so that `--help` stays instant.
-
-
-def _list(arguments: argparse.Namespace) -> int:
-    from thunder_xform.cli._list import run
-
-    return run(arguments)
-
-
-def _show(arguments: argparse.Namespace) -> int:
-    from thunder_xform.cli._show import run
-
-    return run(arguments)
-
-
-def _why(arguments: argparse.Namespace) -> int:
-    from thunder_xform.cli._plan import run_why
-
-    return run_why(arguments)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from thunder_xform.cli._plan import run_plan
-
-    return run_plan(arguments)
-
-
-def _validate(arguments: argparse.Namespace) -> int:
-    from thunder_xform.cli._validate import run
-
-    return run(arguments)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from thunder_xform.cli._doctor import run
-
-    return run(arguments)

@@ -45,7 +45,7 @@ def scan() -> tuple[Record, ...]:
 
 
 def _announcing() -> Iterator[Distribution]:
-    """The distributions that mention the group; a look at the raw text spares all the others the parser."""
+    """The distributions with the group; a look at the raw text spares all the others the parser."""
     import importlib_metadata
 
     for distribution in importlib_metadata.distributions():
@@ -53,7 +53,7 @@ def _announcing() -> Iterator[Distribution]:
             text = distribution.read_text("entry_points.txt")
         except (OSError, UnicodeDecodeError):
             continue
-        if text and GROUP in text:
+        if text and f"[{GROUP}]" in text:
             yield cast("Distribution", distribution)
 
 
@@ -75,9 +75,11 @@ def _records(copies: list[Distribution]) -> list[Record]:
         return [Record(name=n, distribution=name, version=error.version, error=error) for n in names]
     try:
         points = list(_entry_points(first))
-    except Exception as cause:
+    except Exception:
+        points = []
+    if not points:
         error = DiscoveryError(
-            f"{name} {version}: entry_points.txt cannot be parsed ({type(cause).__name__}: {cause}).",
+            f"{name} {version}: the group {GROUP} of its entry_points.txt contains nothing that can be read.",
             f"Reinstall it, or report it to its author: pip install --force-reinstall {name}",
             distribution=name,
             version=version,
