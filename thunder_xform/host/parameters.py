@@ -81,7 +81,7 @@ class Parameters:
             PipelineError: a name is taken.
         """
         if kind == "parameter":
-            tensor = torch.nn.Parameter(tensor.detach(), requires_grad=requires_grad)
+            tensor = _parameter(tensor, requires_grad)
         self._ledger.add(self._stage, self._plugin, kind, (name, *aliases), tensor, shape, layout)
 
     def replace(
@@ -98,7 +98,7 @@ class Parameters:
         Args:
             name: an existing name.
             tensor: the stored value, used as it is, not copied.
-            requires_grad: whether it trains; as before if None.
+            requires_grad: whether it trains; as before if None (integer tensors never do).
             shape: logical shape; as before if None. Where the stored shape differs, say how in ``layout``.
             layout: how the stored tensor encodes the logical one; as before if None.
 
@@ -117,7 +117,7 @@ class Parameters:
             )
         if current.kind == "parameter":
             train = current.requires_grad if requires_grad is None else requires_grad
-            tensor = torch.nn.Parameter(tensor.detach(), requires_grad=train)
+            tensor = _parameter(tensor, train)
         self._ledger.write(self._stage, self._plugin, name, tensor, shape, layout)
 
     def set_requires_grad(self, name: str, requires_grad: bool) -> None:
@@ -131,3 +131,8 @@ class Parameters:
         They become tensors on the meta device. This changes the user's module: only do it when its owner asked.
         """
         self._ledger.release_requested = True
+
+
+def _parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return torch.nn.Parameter(tensor.detach(), requires_grad=requires_grad and differentiable)
