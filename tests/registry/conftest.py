@@ -35,7 +35,7 @@ def record() -> Callable[..., Record]:
 
 @pytest.fixture(scope="session")
 def registry() -> Callable[..., Registry]:
-    """A sealed registry: each positional argument is a record, each keyword names one by its manifest's fields."""
+    """A sealed registry: positional arguments are records, keywords give a name and its fields."""
 
     def make(*records: Record, environ: dict[str, str] | None = None, **named: Fields) -> Registry:
         return Registry(
@@ -136,7 +136,7 @@ def python(bare: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         paths = os.pathsep.join(str(path) for path in (*(site.path for site in sites), bare))
         return subprocess.run(
             [sys.executable, "-S", "-P", *arguments],
-            env={**inherited, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", **environ},
+            env={**inherited, "PYTHONPATH": paths, **environ},
             capture_output=True,
             text=True,
             timeout=60,

@@ -54,8 +54,8 @@ def data_parallel(registry, tmp_path, monkeypatch):
         package.mkdir()
         (package / "__init__.py").touch()
         (package / "options.py").write_text(
-            "from dataclasses import dataclass\n@dataclass\nclass Options:\n    process_group: object = None\n"
-            "    mesh_dim: str = 'dp'\n    bucket_mb: int = 25\n"
+            "from dataclasses import dataclass\n@dataclass\nclass Options:\n"
+            "    process_group: object = None\n    mesh_dim: str = 'dp'\n    bucket_mb: int = 25\n"
         )
     monkeypatch.syspath_prepend(tmp_path)
     common = {"stage": "distribute", "exclusive": {"parallel.data": ("process_group", "mesh_dim")}}
@@ -79,7 +79,7 @@ def test_u18_two_on_the_default_process_group(data_parallel):
 def test_u18_two_on_one_given_process_group(data_parallel):
     group = Group()
     options = {"fsdp": {"process_group": group}, "ddp": {"process_group": group}}
-    with pytest.raises(ConflictError, match="both occupy 'parallel.data'"):
+    with pytest.raises(ConflictError, match=r"both occupy 'parallel\.data'"):
         data_parallel.plan(["fsdp", "ddp"], options=options)
 
 

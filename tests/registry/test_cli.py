@@ -138,32 +138,43 @@ def test_plan(run):
         (
             ["plan", "lroa"],
             "UnknownNameError",
-            "no installed plugin is called 'lroa'. Did you mean 'lora'? "
-            "Installed are bad, fsdp and lora. Install it, for example: pip install thunder-xform-lroa.",
+            (
+                "no installed plugin is called 'lroa'. Did you mean 'lora'? "
+                "Installed are bad, fsdp and lora. Install it, for example: pip install thunder-xform-lroa."
+            ),
         ),
         (
             ["plan", "lora(rnk=4)"],
             "UnknownOptionError",
-            "'lora' [thunder-xform-lora 1.0] has no option 'rnk'. Did you mean 'rank'? "
-            "Its options are rank and size.",
+            (
+                "'lora' [thunder-xform-lora 1.0] has no option 'rnk'. Did you mean 'rank'? "
+                "Its options are rank and size."
+            ),
         ),
         (
             ["plan", "lora", "--deny", "lora"],
             "DeniedError",
-            "'lora' [thunder-xform-lora 1.0] is excluded by deny=. "
-            "Remove it from that list, or leave it out of the request.",
+            (
+                "'lora' [thunder-xform-lora 1.0] is excluded by deny=. "
+                "Remove it from that list, or leave it out of the request."
+            ),
         ),
         (
             ["show", "bad"],
             "ManifestError",
-            "thunder_xform_bad/manifest.toml of thunder-xform-bad 1.0: `schema` is 2, newer than 1. "
-            "Upgrade thunder-xform.",
+            (
+                "thunder_xform_bad/manifest.toml of thunder-xform-bad 1.0: `schema` is 2, newer than 1. "
+                "Upgrade thunder-xform."
+            ),
         ),
         (
             ["validate", "thunder-xform-lorra"],
             "UnknownNameError",
-            "'thunder-xform-lorra' is neither a path nor a distribution with plugins. "
-            "Did you mean 'thunder-xform-lora'? Give a distribution, a manifest, or a folder that contains one.",
+            (
+                "'thunder-xform-lorra' is neither a path nor a distribution with plugins. "
+                "Did you mean 'thunder-xform-lora'? Give a distribution, a manifest, or a "
+                "folder that contains one."
+            ),
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -190,8 +201,10 @@ def test_validate(run, full):
     done = run("validate", "thunder-xform-lora")
     assert (done.returncode, done.stdout) == (
         0,
-        "lora [thunder-xform-lora 1.0]: valid\n  warning: the option 'size' is undocumented: "
-        "put a string below or `#:` above it.\n",
+        (
+            "lora [thunder-xform-lora 1.0]: valid\n  warning: the option 'size' is undocumented: "
+            "put a string below or `#:` above it.\n"
+        ),
     )
     done = run("validate", "thunder_xform.bad")
     assert (done.returncode, done.stdout) == (1, "bad [thunder-xform-bad 1.0]: not valid\n")
@@ -242,8 +255,11 @@ def test_validate_imports_only_when_told(run, tmp_path):
     done = run("validate", str(tmp_path), "--imports")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "  error: 'lora' [acme_lora]: 'acme_lora.options:Options' cannot be imported (RuntimeError: executed). "
-        "Install what it misses, or reinstall it: pip install --force-reinstall acme_lora",
+        (
+            "  error: 'lora' [acme_lora]: 'acme_lora.options:Options' cannot be imported "
+            "(RuntimeError: executed). "
+            "Install what it misses, or reinstall it: pip install --force-reinstall acme_lora"
+        ),
         "  error: `plugin` is 'acme_lora.plugin:Plugin', which is no class.",
     ]
 
@@ -257,7 +273,8 @@ def test_validate_a_missing_module_and_folder(run, tmp_path):
     assert run("validate", str(tmp_path / "src" / "acme_lora" / "manifest.toml")).returncode == 1
     (tmp_path / "empty").mkdir()
     assert run("validate", str(tmp_path / "empty")).stderr == (
-        f"error: {tmp_path}/empty contains no manifest.toml, nor does a package directly in it or in its src/. "
+        f"error: {tmp_path}/empty contains no manifest.toml, nor does a package directly in it "
+        f"or in its src/. "
         "Give the path of the manifest itself.\n"
     )
 
@@ -275,7 +292,7 @@ def test_doctor_without_torch_reports_instead_of_failing(run):
 def test_doctor_with_everything():
     pytest.importorskip("torch")
     command = [sys.executable, "-W", "ignore", "-m", "thunder_xform.cli", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     topics = {finding["topic"]: finding for finding in json.loads(done.stdout)}
     assert topics["process group: gloo"]["text"] in ("yes", "no")
     assert "torch" in topics["executors"]["text"]

@@ -1,4 +1,4 @@
-"""One set of plugins has one order, whatever the request order, install order, sys.path order or hash seed."""
+"""A set of plugins has one order: that of request, installation, sys.path and hashes is no matter."""
 
 import json
 import random
@@ -29,18 +29,17 @@ scenario = st.tuples(
 SCRIPT = """
 from thunder_xform.errors import ResolutionError
 from thunder_xform.manifest import Manifest
+
+def manifest(fields):
+    return Manifest(**{{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}})
+
 result = []
-for manifests, orders in json.load(open({path!r})):
+for scenario, orders in json.load(open({path!r})):
     outcomes = []
     for install, request in orders:
         records = [
-            registry.Record(
-                name=name,
-                distribution="dist-" + name,
-                version="1",
-                manifest=Manifest(**{{k: tuple(v) if isinstance(v, list) else v for k, v in manifests[name].items()}}),
-            )
-            for name in install
+            registry.Record(name=n, distribution="d-" + n, version="1", manifest=manifest(scenario[n]))
+            for n in install
         ]
         try:
             r = registry.Registry(records).plan(request)
@@ -93,7 +92,10 @@ def test_sys_path_order_and_install_order_do_not_matter(make_site, manifest_text
     first.install("zz", manifest_text("zz"))
     second.install("aa", manifest_text("aa"))
     first.install("mm", manifest_text("mm", more='after = ["zz"]\n'))
-    code = "r = registry.plan(['mm', 'aa', 'zz']); result = [r.order, r.lock.digest, [x.name for x in registry.list()]]"
+    code = """
+r = registry.plan(["mm", "aa", "zz"])
+result = [r.order, r.lock.digest, [x.name for x in registry.list()]]
+"""
     there, back = evaluate(code, first, second), evaluate(code, second, first)
     assert there == back
     assert there[0] == ["aa", "zz", "mm"]

@@ -1,9 +1,11 @@
-"""Installed plugins, good and bad: each problem stays with its distribution, and no plugin code is executed."""
+"""Installed plugins, good and bad: a problem stays with its distribution, and no plugin code is executed."""
 
 import pytest
 
 LIST = """
-result = [[r.name, r.status, r.distribution, r.version, str(r.error) if r.error else None] for r in registry.list()]
+result = [
+    [r.name, r.status, r.distribution, r.version, str(r.error) if r.error else None] for r in registry.list()
+]
 result.append(sorted(name for name in sys.modules if name.startswith("imported_")))
 """
 ASK = """
@@ -34,38 +36,53 @@ BROKEN = {
     "not TOML": (
         {"manifest": "schema ="},
         "ManifestError",
-        "thunder_xform_bad/manifest.toml of thunder-xform-bad 1.0: "
-        "not valid TOML: Invalid value (at end of document). Correct the syntax there.",
+        (
+            "thunder_xform_bad/manifest.toml of thunder-xform-bad 1.0: "
+            "not valid TOML: Invalid value (at end of document). Correct the syntax there."
+        ),
     ),
     "bad field": (
         {"manifest": 'schema = 1\nname = "bad"\nplugin = "a:B"\nstage = "adaptors"'},
         "ManifestError",
-        "thunder_xform_bad/manifest.toml of thunder-xform-bad 1.0: `stage` is 'adaptors'. "
-        "Did you mean 'adapters'? Use one of weights, adapters, distribute or schedule.",
+        (
+            "thunder_xform_bad/manifest.toml of thunder-xform-bad 1.0: `stage` is 'adaptors'. "
+            "Did you mean 'adapters'? Use one of weights, adapters, distribute or schedule."
+        ),
     ),
     "other name": (
         {"manifest": 'schema = 1\nname = "good"\nplugin = "a:B"\nstage = "adapters"'},
         "DiscoveryError",
-        "thunder-xform-bad 1.0, entry point 'bad': its name differs from `name` in thunder_xform_bad/manifest.toml, "
-        "which is 'good'. Give both the same name.",
+        (
+            "thunder-xform-bad 1.0, entry point 'bad': its name differs from `name` in "
+            "thunder_xform_bad/manifest.toml, "
+            "which is 'good'. Give both the same name."
+        ),
     ),
     "no such file": (
         {"entry_points": "[thunder_xform.plugins]\nbad = thunder_xform_bad:manifesto.toml\n"},
         "DiscoveryError",
-        "thunder-xform-bad 1.0, entry point 'bad': the package 'thunder_xform_bad' contains no file 'manifesto.toml'. "
-        "Ship the manifest as package data, or reinstall the distribution.",
+        (
+            "thunder-xform-bad 1.0, entry point 'bad': the package 'thunder_xform_bad' contains "
+            "no file 'manifesto.toml'. "
+            "Ship the manifest as package data, or reinstall the distribution."
+        ),
     ),
     "no such package": (
         {"entry_points": "[thunder_xform.plugins]\nbad = gone:manifest.toml\n"},
         "DiscoveryError",
-        "thunder-xform-bad 1.0, entry point 'bad': the package 'gone' is not importable. "
-        "Reinstall it: pip install --force-reinstall thunder-xform-bad.",
+        (
+            "thunder-xform-bad 1.0, entry point 'bad': the package 'gone' is not importable. "
+            "Reinstall it: pip install --force-reinstall thunder-xform-bad."
+        ),
     ),
     "no file named": (
         {"entry_points": "[thunder_xform.plugins]\nbad = thunder_xform_bad\n"},
         "DiscoveryError",
-        "thunder-xform-bad 1.0, entry point 'bad': the entry point 'thunder_xform_bad' names no manifest. "
-        'Write it as "package:manifest.toml".',
+        (
+            "thunder-xform-bad 1.0, entry point 'bad': the entry point 'thunder_xform_bad' "
+            "names no manifest. "
+            'Write it as "package:manifest.toml".'
+        ),
     ),
 }
 
@@ -93,8 +110,11 @@ def test_unparsable_entry_points(site, evaluate):
         "broken",
         "thunder-xform-bad",
         "1.0",
-        "thunder-xform-bad 1.0: the group thunder_xform.plugins of its entry_points.txt contains nothing that can be "
-        "read. Reinstall it, or report it to its author: pip install --force-reinstall thunder-xform-bad",
+        (
+            "thunder-xform-bad 1.0: the group thunder_xform.plugins of its entry_points.txt "
+            "contains nothing that can be "
+            "read. Reinstall it, or report it to its author: pip install --force-reinstall thunder-xform-bad"
+        ),
     ]
 
 

@@ -62,13 +62,10 @@ def test_interpreter_and_contextlib_may_annotate_an_error():
     def manager():
         yield
 
+    error = PipelineError("p.", "r.")
+    error.add_note("a note")
     with pytest.raises(PipelineError) as caught, manager():
-        try:
-            raise KeyError("cause")
-        except KeyError as cause:
-            error = PipelineError("p.", "r.")
-            error.add_note("a note")
-            raise error from cause
+        raise error from KeyError("cause")
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.__notes__ == ["a note"]
 

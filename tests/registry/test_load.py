@@ -98,19 +98,26 @@ def test_a_plugin_instance_is_used_as_it_is(resolve):
 LOAD_ERRORS = {
     "missing import": (
         {"plugin": "broken:Plugin"},
-        "'loaded_plugin.broken:Plugin' cannot be imported (ModuleNotFoundError: No module named 'not_there').",
+        (
+            "'loaded_plugin.broken:Plugin' cannot be imported (ModuleNotFoundError: No module named "
+            "'not_there')."
+        ),
         ModuleNotFoundError,
     ),
     "missing module": (
         {"options": "nowhere:Options"},
-        "'loaded_plugin.nowhere:Options' cannot be imported "
-        "(ModuleNotFoundError: No module named 'loaded_plugin.nowhere').",
+        (
+            "'loaded_plugin.nowhere:Options' cannot be imported "
+            "(ModuleNotFoundError: No module named 'loaded_plugin.nowhere')."
+        ),
         ModuleNotFoundError,
     ),
     "missing class": (
         {"plugin": "plugin:Plugn"},
-        "'loaded_plugin.plugin:Plugn' cannot be imported "
-        "(AttributeError: module 'loaded_plugin.plugin' has no attribute 'Plugn').",
+        (
+            "'loaded_plugin.plugin:Plugn' cannot be imported "
+            "(AttributeError: module 'loaded_plugin.plugin' has no attribute 'Plugn')."
+        ),
         AttributeError,
     ),
     "failing constructor": (
@@ -142,7 +149,8 @@ def test_u23_unknown_option_of_a_class_that_could_not_be_read(resolve):
     with pytest.raises(UnknownOptionError) as caught:
         resolve("lora(rnk=4)")
     assert str(caught.value) == (
-        "'lora' [dist-lora 1.0] has no option 'rnk'. Did you mean 'rank'? Its options are rank, alpha and names."
+        "'lora' [dist-lora 1.0] has no option 'rnk'. Did you mean 'rank'? Its options are rank, "
+        "alpha and names."
     )
 
 
@@ -150,7 +158,8 @@ def test_values_are_checked_against_the_loaded_class(resolve):
     with pytest.raises(OptionError) as caught:
         resolve("lora(names='q_proj')")
     assert str(caught.value) == (
-        "the option 'names' of 'lora' [dist-lora 1.0] is 'q_proj', which it does not take. Give tuple[str, ...]."
+        "the option 'names' of 'lora' [dist-lora 1.0] is 'q_proj', which it does not take. Give "
+        "tuple[str, ...]."
     )
 
 

@@ -82,7 +82,8 @@ def test_what_an_edge_means(pattern, expected):
 
 EDGE = "a plugin ('lora'), a capability ('parallel.shard') or a prefix of capabilities ('weights.*')"
 FIELDS = (
-    "schema, name, summary, plugin, options, stage, provides, requires, wants, after, before, conflicts, commutes, "
+    "schema, name, summary, plugin, options, stage, provides, requires, wants, after, before, "
+    "conflicts, commutes, "
     "effects, exclusive, host and defaults"
 )
 GOLDEN = {
@@ -117,7 +118,10 @@ GOLDEN = {
     "misspelt stage": (
         text(stage='"adaptor"'),
         "stage",
-        "`stage` is 'adaptor'. Did you mean 'adapters'? Use one of weights, adapters, distribute or schedule.",
+        (
+            "`stage` is 'adaptor'. Did you mean 'adapters'? Use one of weights, adapters, "
+            "distribute or schedule."
+        ),
     ),
     "plugin without class": (text(plugin='"p.q"'), "plugin", "`plugin` is 'p.q'. Give 'module:Class'."),
     "options of wrong type": (text(options="3"), "options", "`options` is 3. Give 'module:Class'."),
@@ -166,13 +170,18 @@ GOLDEN = {
     "stage in a bundle": (
         text(plugin=None),
         "stage",
-        "`stage` has no meaning without `plugin` (a bundle). "
-        'Add `plugin = "module:Class"`, or keep to schema, name, summary, requires, defaults and host.',
+        (
+            "`stage` has no meaning without `plugin` (a bundle). "
+            'Add `plugin = "module:Class"`, or keep to schema, name, summary, requires, defaults and host.'
+        ),
     ),
     "empty bundle": (
         text(plugin=None, stage=None),
         "plugin",
-        'neither `plugin` nor `requires` is given. Add `plugin = "module:Class"`, or `requires` for a bundle.',
+        (
+            'neither `plugin` nor `requires` is given. Add `plugin = "module:Class"`, or `requires` '
+            "for a bundle."
+        ),
     ),
     "broken syntax": (
         "schema = ",

@@ -1,4 +1,4 @@
-"""Exact orders, explanations and cycles. Dummy plugins are named by stage initial and by what they declare."""
+"""Exact orders, explanations and cycles. Dummy plugins are named by their stage and what they declare."""
 
 import pytest
 from hypothesis import given
@@ -131,7 +131,8 @@ def test_an_edge_against_the_stages_names_both(registry):
         r.plan(["lora", "fsdp"])
     assert str(caught.value) == (
         "the order of fsdp and lora contradicts itself: "
-        "'lora' runs before 'fsdp' [dist-lora 1.0: stage = 'adapters'; dist-fsdp 1.0: stage = 'distribute'] and "
+        "'lora' runs before 'fsdp' [dist-lora 1.0: stage = 'adapters'; dist-fsdp 1.0: stage = "
+        "'distribute'] and "
         "'fsdp' runs before 'lora' [dist-lora 1.0: after = ['fsdp']]. "
         "Drop one of them from the request, or one of these declarations."
     )
@@ -146,7 +147,7 @@ def test_an_edge_of_the_caller_in_a_cycle_is_named(registry):
 
 def test_an_edge_of_the_caller_to_nothing_known(registry):
     r = registry(lora={}, fsdp={})
-    with pytest.raises(UnknownNameError, match="no installed plugin is called 'fsdpp'. Did you mean 'fsdp'?"):
+    with pytest.raises(UnknownNameError, match=r"called 'fsdpp'\. Did you mean 'fsdp'\?"):
         r.plan(["lora"], edges=[("lora", "fsdpp")])
     assert r.plan(["lora"], edges=[("lora", "fsdp")]).order == ("lora",)
 

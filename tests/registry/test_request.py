@@ -158,7 +158,9 @@ class Stranger:
     pass
 
 
-@pytest.mark.parametrize("item", [None, 3, {"lora": {}}, ["lora"], Plugin, Stranger()], ids=repr)
+@pytest.mark.parametrize(
+    "item", [None, 3, {"lora": {}}, ["lora"], Plugin, Stranger()], ids=lambda item: type(item).__name__
+)
 def test_other_items_are_refused(loaded, item):
     with pytest.raises(RequestSyntaxError) as caught:
         loaded.plan(["lora", item])
@@ -194,7 +196,8 @@ def test_options_for_an_absent_plugin(lora):
     with pytest.raises(UnknownNameError) as caught:
         lora.plan("fsdp", options={"fsdpp": {}})
     assert str(caught.value) == (
-        "options are given for 'fsdpp', which is not in the pipeline. Did you mean 'fsdp'? It consists of fsdp."
+        "options are given for 'fsdpp', which is not in the pipeline. Did you mean 'fsdp'? It "
+        "consists of fsdp."
     )
 
 

@@ -52,24 +52,32 @@ def test_requirements_may_form_a_circle(registry):
 MISSING = {
     "not installed": (
         {"a": {"requires": ("big_lora",)}},
-        "'a' requires 'big_lora' [dist-a 1.0: requires], which is not installed. "
-        "Install it: pip install thunder-xform-big-lora",
+        (
+            "'a' requires 'big_lora' [dist-a 1.0: requires], which is not installed. "
+            "Install it: pip install thunder-xform-big-lora"
+        ),
     ),
     "no provider": (
         {"a": {"requires": ("cap.x",)}},
-        "'a' requires 'cap.x' [dist-a 1.0: requires], which no other installed plugin provides. "
-        "Install a plugin that provides it.",
+        (
+            "'a' requires 'cap.x' [dist-a 1.0: requires], which no other installed plugin provides. "
+            "Install a plugin that provides it."
+        ),
     ),
     "several providers": (
         {"a": {"requires": ("cap.*",)}, "p": {"provides": ("cap.x",)}, "q": {"provides": ("cap.y",)}},
-        "'a' requires 'cap.*' [dist-a 1.0: requires], which p and q provide. "
-        "Add the one you want to the request: p or q.",
+        (
+            "'a' requires 'cap.*' [dist-a 1.0: requires], which p and q provide. "
+            "Add the one you want to the request: p or q."
+        ),
     ),
     "unusable": (
         {"a": {"requires": ("b",)}, "b": {"host": {"packaging": ">=9999"}}},
-        "'a' requires 'b' [dist-a 1.0: requires], which cannot be used: "
-        "'b' [dist-b 1.0: host] needs packaging >=9999 (installed: VERSION). "
-        "Install such a version, or a release of dist-b that supports the installed one.",
+        (
+            "'a' requires 'b' [dist-a 1.0: requires], which cannot be used: "
+            "'b' [dist-b 1.0: host] needs packaging >=9999 (installed: VERSION). "
+            "Install such a version, or a release of dist-b that supports the installed one."
+        ),
     ),
 }
 
