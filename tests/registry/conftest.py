@@ -139,7 +139,7 @@ def python(bare: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             env={**inherited, "PYTHONPATH": paths, **environ},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
 

@@ -192,6 +192,18 @@ def test_one_option_with_two_values(lora):
         lora.plan(("lora", {"drop": True}), options={"lora": {"drop": 1}})
 
 
+def test_malformed_keywords(lora):
+    with pytest.raises(RequestSyntaxError) as caught:
+        lora.plan("lora", options={"lora": 8})
+    assert str(caught.value) == ("options= gives 'lora' 8. Give it a mapping, such as {'lora': {'rank': 8}}.")
+    for edge in ("lora:fsdp", ("lora",), ("lora", 3)):
+        with pytest.raises(RequestSyntaxError) as caught:
+            lora.plan("lora", edges=[edge])
+        assert str(caught.value) == (
+            f"edges= contains {edge!r}. Each edge is a pair (first, then) of names or capabilities."
+        )
+
+
 def test_options_for_an_absent_plugin(lora):
     with pytest.raises(UnknownNameError) as caught:
         lora.plan("fsdp", options={"fsdpp": {}})

@@ -9,6 +9,7 @@ from thunder_xform.errors import (
     ConflictError,
     DuplicateRequestError,
     ManifestError,
+    RequestSyntaxError,
     UnknownNameError,
     UnknownOptionError,
     closest,
@@ -61,10 +62,7 @@ def make_plan(
                 packages=record.packages,
             )
         )
-    user_edges = tuple((str(first), str(then)) for first, then in edges)
-    for pattern in (pattern for pair in user_edges for pattern in pair):
-        if not catalog.means_something(pattern):
-            raise catalog.unknown(pattern)
+    user_edges = tuple(_read_edge(edge, catalog) for edge in edges)
     check_conflicts(steps)
     check_exclusive(steps)
     graph = Graph(steps, user_edges)
@@ -73,10 +71,27 @@ def make_plan(
     return Resolution(tuple(sorted(steps, key=lambda step: order.index(step.name))), user_edges)
 
 
+def _read_edge(edge: object, catalog: Catalog) -> tuple[str, str]:
+    match edge:
+        case (str(first), str(then)):
+            for pattern in (first, then):
+                if not catalog.means_something(pattern):
+                    raise catalog.unknown(pattern)
+            return first, then
+    raise RequestSyntaxError(
+        f"edges= contains {edge!r}.", "Each edge is a pair (first, then) of names or capabilities."
+    )
+
+
 def _given(
     options: Mapping[str, Mapping[str, Any]], wishes: Mapping[str, Wish], selection: Selection
 ) -> dict[str, dict[str, Any]]:
     """The ``options=`` argument, after checking that it fits the request."""
+    for name, values in options.items():
+        if not isinstance(values, Mapping):
+            raise RequestSyntaxError(
+                f"options= gives {name!r} {values!r}.", "Give it a mapping, such as {'lora': {'rank': 8}}."
+            )
     with_options = [name for name, wish in wishes.items() if wish.options]
     for name in dict.fromkeys((*with_options, *options)):
         if name in selection.bundles:
