@@ -149,13 +149,15 @@ class Ledger:
         """The user's module's own tensor, or None for one that a plugin added."""
         return self._originals.get(self.canonical(name))
 
-    def superseded(self) -> list[torch.nn.Parameter]:
-        """Parameters of the user's module that training no longer moves, because a plugin replaced them."""
-        return [
-            original
-            for name, original in self._originals.items()
-            if isinstance(original, torch.nn.Parameter) and not _shares_storage(self.tensor(name), original)
-        ]
+    def describe(self) -> dict[str, str]:
+        """What every tensor looks like by name, devices aside: equal on all ranks that build the same model."""
+        described = {}
+        for name in self:
+            version = self.latest(name)
+            trained = ", trained" if version.requires_grad else ""
+            ties = "".join(f", also {alias}" for alias in self._aliases[name][1:])
+            described[name] = f"{version.kind} {version.shape} {version.dtype}{trained}{ties}"
+        return described
 
     def _store(self, names: Iterable[str], kind: str, tensor: torch.Tensor) -> None:
         overrides = (

@@ -18,6 +18,7 @@ from thunder_xform.host import verify
 from thunder_xform.host.guards import training_modes
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.ledger import Ledger, Version
+from thunder_xform.host.optimizers import OptimizerCheck
 from thunder_xform.host.parameters import Parameters
 from thunder_xform.parallel.agreement import agree_on, together
 from thunder_xform.pipeline.context import Context
@@ -104,7 +105,7 @@ class Session:
             self.module = module
             self.ledger = Ledger(module)
             self.groups = [group for plugin in self.plugins for group in plugin.process_groups()]
-            agree_on(self.resolution.lock, self.groups)
+            agree_on(self.resolution.lock, self.ledger.describe(), self.groups)
         if index != self.attached or module is not self.module:
             raise PipelineError(
                 f"Plugin {self.names[index]!r} was applied out of order; the pipeline is {' -> '.join(self.names)}.",
@@ -128,6 +129,7 @@ class Session:
                 wanted = {"ctx": self.contexts[index]} if "ctx" in implementation.argnames else {}
                 keys.append((self.names[index], partial(implementation.function, **wanted)))
         self._keys = tuple(sorted(keys[1:], key=lambda k: self.names.index(k[0])) + keys[:1])
+        OptimizerCheck(self.ledger, self.parameters)
         if self.ledger.release_requested:
             self.ledger.release_originals()
         host_module.attach(self.module, self, self.no_sync)

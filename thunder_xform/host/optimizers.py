@@ -1,0 +1,91 @@
+"""Optimizers built from the plain model, which training the compiled one would leave without gradients."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from thunder_xform.errors import PipelineError, spell
+from thunder_xform.host.ledger import Ledger
+
+_SHOWN = 3
+
+
+class OptimizerCheck:
+    """At the first gradient of the compiled model, looks for an optimizer that was built from the plain model instead.
+
+    Created when all plugins are done. It hangs on the live parameters until it has passed once, so an optimizer that is
+    made only after the first backward escapes it.
+
+    Args:
+        ledger: which of the user's parameters were replaced by others.
+        live: gives the compiled model's parameters by name.
+    """
+
+    def __init__(self, ledger: Ledger, live: Callable[[], Mapping[str, torch.nn.Parameter]]) -> None:
+        self._live = live
+        self._replaced = {
+            name: weakref.ref(original)
+            for name in ledger
+            if (original := ledger.original(name)) is not None
+            and isinstance(original, torch.nn.Parameter)
+            and original is not ledger.tensor(name)
+        }
+        trained = [p for p in live().values() if p.requires_grad] if self._replaced else []
+        self._hooks = [p.register_post_accumulate_grad_hook(self._at_gradient) for p in trained]
+
+    def _at_gradient(self, parameter: torch.Tensor) -> None:
+        self.run()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def run(self) -> None:
+        """Look at all optimizers that exist.
+
+        Raises:
+            PipelineError: one holds parameters that the compiled model replaced, and none holds any that it trains.
+        """
+        if self._mistaken() is None:
+            return
+        gc.collect()  # An optimizer that nobody uses any more may still be waiting for this.
+        mistaken = self._mistaken()
+        if mistaken is None:
+            return
+        optimizer, names = mistaken
+        more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+        raise PipelineError(
+            f"{optimizer} holds parameters of the plain model ({spell([*map(repr, names[:_SHOWN]), *more])}), but the "
+            f"compiled model trains others in their place, and no optimizer holds any of those.",
+            f"Build the optimizer from what thunder.jit returned: {optimizer}(model.parameters(), ...).",
+            optimizer=optimizer,
+            names=names,
+        )
+
+    def _mistaken(self) -> tuple[str, tuple[str, ...]] | None:
+        """Class of an optimizer of the plain model and the names it holds; None if nothing is wrong."""
+        replaced = {id(p): name for name, ref in self._replaced.items() if (p := ref()) is not None}
+        trained = {id(p) for p in self._live().values() if p.requires_grad}
+        found: tuple[str, tuple[str, ...]] | None = None
+        for optimizer in _optimizers():
+            held = _held(optimizer)
+            if not trained.isdisjoint(held):
+                return None
+            names = tuple(replaced[key] for key in held if key in replaced)
+            if names:
+                found = type(optimizer).__name__, names
+        return found
+
+
+def _optimizers() -> Iterable[torch.optim.Optimizer]:
+    # By type alone: any other question to an arbitrary object may run its code.
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Identities of the parameters of an optimizer; wrappers that forward to another hold none themselves."""
+    groups = vars(optimizer).get("param_groups", ())
+    return [id(parameter) for group in groups for parameter in group["params"]]
