@@ -33,8 +33,8 @@ class DDP(tx.Plugin[Options]):
             _refuse_source(source, dist.get_world_size(self._group))
             _refuse_unusable({name: params.tensor(name) for name in names})
         for name in names:
-            # What the user's module holds is copied: training must not change it, nor the broadcast.
-            if params.tensor(name) is params.original(name):
+            written = source is not None or params.version(name).kind == "buffer" or params.tensor(name).requires_grad
+            if written and _shares_storage(params.tensor(name), params.original(name)):
                 params.replace(name, params.tensor(name).detach().clone())
         if source is not None:
             parallel.broadcast([params.tensor(name).detach() for name in names], source, self._group)
@@ -109,3 +109,8 @@ def _refuse_unusable(tensors: dict[str, torch.Tensor]) -> None:
             f"Plugin 'ddp' found {a!r} on {first} and {b!r} on {second}, but a replica lives on one device.",
             "Move the model to one device before thunder.jit.",
         )
+
+
+def _shares_storage(tensor: torch.Tensor, original: torch.Tensor | None) -> bool:
+    """Whether writing to ``tensor`` changes the user's module."""
+    return original is not None and tensor.untyped_storage().data_ptr() == original.untyped_storage().data_ptr()
