@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from thunder_xform.host.parameters import Parameters
     from thunder_xform.host.prologue import Prologue
     from thunder_xform.host.schedule import Schedule
-    from thunder_xform.pipeline import Context, Handle, Pipeline, Plugin, handle
+    from thunder_xform.pipeline import Context, Handle, Pipeline, Plugin
+    from thunder_xform.pipeline.handle import handle
 
 _HOMES = {
     "Computation": "thunder_xform.host.computation",

@@ -35,8 +35,8 @@ class Hooks:
     def update_model_state(self, params: Parameters, ctx: Context) -> None:
         """Add, replace, shard or freeze parameters and buffers.
 
-        Runs once, at ``thunder.jit``. Check everything that can be wrong before the first change: what fails here on one
-        rank is reported on all, but a collective already under way cannot be taken back.
+        Runs once, at ``thunder.jit``. Check everything that can be wrong before the first change: what fails here on
+        one rank is reported on all, but a collective already under way cannot be taken back.
         """
 
     @hookspec(firstresult=True)
@@ -57,7 +57,7 @@ class Hooks:
 
     @hookspec(firstresult=True)
     def after_optimization(self, schedule: Schedule, ctx: Context) -> Schedule | None:
-        """Reorder operators. Runs on the forward and on the backward trace (``schedule.phase``); values never change."""
+        """Reorder operators, never values. Runs on the forward and on the backward trace (``schedule.phase``)."""
 
     @hookspec(firstresult=True)
     def invalidate_cache(self, event: str, ctx: Context) -> None:
@@ -69,7 +69,7 @@ class Hooks:
 
     @hookspec(firstresult=True)
     def export_state(self, state: dict[str, torch.Tensor], ctx: Context) -> dict[str, torch.Tensor] | None:
-        """Map names and values towards the plain model's. Runs in reverse pipeline order; ``ctx.state_kind`` tells for what."""
+        """Map names and values towards the plain model's, for ``ctx.state_kind``. Runs in reverse pipeline order."""
 
     @hookspec(firstresult=True)
     def import_state(self, state: dict[str, torch.Tensor], ctx: Context) -> dict[str, torch.Tensor] | None:

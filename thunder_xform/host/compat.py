@@ -7,14 +7,15 @@ import ever sees one.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 _NAMED_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
 
@@ -42,13 +43,13 @@ def _named_tensor_methods() -> Iterator[None]:
             delattr(torch.Tensor, name)
 
 
-class _ThunderLoader(importlib.abc.Loader):
+class _ThunderLoader:
     """Runs Thunder's own loader with the stand-ins in place."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -59,22 +60,25 @@ class _ThunderLoader(importlib.abc.Loader):
             self._loader.exec_module(module)
 
 
-class _ThunderFinder(importlib.abc.MetaPathFinder):
+class _ThunderFinder:
     """Wraps the loader of the top-level module ``thunder``; every other import passes untouched."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if fullname != "thunder":
             return None
+        # Imported here: `import thunder_xform` shall cost next to nothing.
+        from importlib.util import find_spec
+
         sys.meta_path.remove(self)
         try:
-            spec = importlib.util.find_spec(fullname)
+            spec = find_spec(fullname)
         finally:
             sys.meta_path.insert(0, self)
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _ThunderLoader(spec.loader)
+        spec.loader = _ThunderLoader(spec.loader)  # type: ignore[assignment]
         return spec
 
 

@@ -24,6 +24,9 @@ from thunder_xform.host.operators import Operator, operator_of
 _UNPACK = prims.PrimIDs.UNPACK_TRIVIAL
 _RETURN = prims.PrimIDs.RETURN
 
+#: Position of the weight among the arguments of Thunder's own operators.
+_LINEAR_WEIGHT = {"linear": 1}
+
 
 class Operation:
     """One operator call in the trace.
@@ -53,6 +56,17 @@ class Operation:
         """The project operator called here, or None for one of Thunder's."""
         return operator_of(self._bsym.sym)
 
+    @property
+    def linear_weight(self) -> str | None:
+        """Name of the parameter that this call applies as the weight of a linear layer, or None.
+
+        So for ``torch.nn.functional.linear`` and for what plugins put in its place. The layer's input, of
+        shape (..., in_features), is the first argument; the output has the shape (..., out_features).
+        """
+        known = self.operator
+        index = _LINEAR_WEIGHT.get(self.name) if known is None else known.linear_weight
+        return None if index is None else self.parameter(index)
+
     def parameter(self, index: int) -> str | None:
         """Name of the parameter passed as argument ``index``, or None if that is not one."""
         argument = self.args[index] if index < len(self.args) else None
@@ -66,14 +80,14 @@ class Operation:
 class Edit:
     """Handed to rewriting functions: access to parameters that the trace may not read yet."""
 
-    __slots__ = ("_trace", "_table")
+    __slots__ = ("_table", "_trace")
 
     def __init__(self, trace: TraceCtx, table: InputTable) -> None:
         self._trace = trace
         self._table = table
 
     def parameter(self, name: str) -> TensorProxy:
-        """The value of a parameter or buffer as the operators of the model see it; becomes an input if it is none yet."""
+        """The value of a parameter or buffer as the model's operators see it; becomes an input if it is none yet."""
         return self._table.value(name, self._trace)
 
     def stored(self, name: str) -> TensorProxy:
@@ -121,11 +135,12 @@ class Computation:
             if bsym.sym.id not in (_UNPACK, _RETURN):
                 yield Operation(bsym, self._table)
 
-    def rewrite(self, name: str, fn: Rewrite) -> Computation:
-        """Replace calls of one operator.
+    def rewrite(self, which: str | Callable[[Operation], bool], fn: Rewrite) -> Computation:
+        """Replace operator calls.
 
         Args:
-            name: operator name as printed in the trace, for example ``"linear"``.
+            which: operator name as printed in the trace, for example ``"linear"``, or a function that tells
+                whether to replace a call.
             fn: called as ``fn(operation, edit)`` for each call; returns what takes the place of its output (proxy or
                 tuple of proxies of the same shapes and dtypes), or None to leave the call as it is.
 
@@ -134,20 +149,24 @@ class Computation:
         """
 
         def visit(bsym: BoundSymbol, editor: _Editor) -> bool:
-            if bsym.sym.name != name:
+            if bsym.sym.id == _RETURN:
                 return False
-            result, inserted = editor.run(lambda: fn(Operation(bsym, editor.table), editor.edit))
+            operation = Operation(bsym, editor.table)
+            if not (operation.name == which if isinstance(which, str) else which(operation)):
+                return False
+            result, inserted = editor.run(lambda: fn(operation, editor.edit))
             if result is None:
                 return False
             replaced = {proxy.name for proxy in bsym.flat_proxy_outs}
             read = [a for b in inserted for a in b.flat_proxy_args] + list(sequencify(result))
             if any(getattr(proxy, "name", None) in replaced for proxy in read):
                 raise PipelineError(
-                    f"The replacement of {name!r} reads the output of the call that it replaces.",
+                    f"The replacement of {operation.name!r} reads the output of the call that it replaces.",
                     "Use what `operation.call()` returns; return None to leave a call as it is.",
                 )
             editor.emit(inserted)
-            editor.substitute(bsym.flat_proxy_outs, sequencify(result), f"the replacement of {name!r}")
+            what = f"the replacement of {operation.name!r}"
+            editor.substitute(bsym.flat_proxy_outs, sequencify(result), what)
             return True
 
         return self._edited(visit)
@@ -159,23 +178,21 @@ class Computation:
         shard, say. Call it for every parameter whose stored form the plugin changed through the ledger.
 
         Args:
-            groups: pairs ``(names, fn)``. Right before the first use of any of ``names``, ``fn(*stored)`` is called with
-                the stored tensors in that order and returns as many tensors, of the shapes that the inputs had before.
+            groups: pairs ``(names, fn)``. Right before the first use of any of ``names``, ``fn(*stored)`` is
+                called with the stored tensors in that order and returns as many tensors, of the shapes that the
+                inputs had before; None for a name that the trace does not read (scales of a packed weight, say).
             recompute: call ``fn``'s operators again in the backward instead of keeping their outputs for it.
 
         Raises:
-            PipelineError: a name that the trace does not read; outputs that do not fit.
+            PipelineError: a group of which the trace reads no name; outputs that do not fit.
         """
         waiting: dict[str, tuple[Sequence[str], Restore]] = {}
         read, inputs = set(self.parameters), self._table.inputs
         for names, fn in groups:
-            for name in names:
-                if name not in read:
-                    raise PipelineError(
-                        f"Cannot restore {name!r}: the computation does not read it.",
-                        "Restore only names from `computation.parameters`.",
-                        name=name,
-                    )
+            used = [name for name in names if name in read]
+            if not used:
+                raise _unread(*names)
+            for name in used:
                 if inputs[name].name in waiting:
                     raise PipelineError(
                         f"Cannot restore {name!r} twice in one pass.", "Put each name into one group.", name=name
@@ -186,9 +203,10 @@ class Computation:
             for use in _uses(bsym):
                 if use in waiting:
                     names, fn = waiting[use]
-                    for name in names:
-                        del waiting[inputs[name].name]
-                    editor.restore(names, fn, recompute)
+                    used = {name: inputs[name] for name in names if name in read}
+                    for proxy in used.values():
+                        del waiting[proxy.name]
+                    editor.restore(names, used, fn, recompute)
             return False
 
         return self._edited(visit)
@@ -196,6 +214,14 @@ class Computation:
     def _edited(self, visit: Callable[[BoundSymbol, _Editor], bool]) -> Computation:
         editor = _Editor(self._trace, self._table.copy())
         return Computation(editor.walk(visit), editor.table)
+
+
+def _unread(*names: str) -> PipelineError:
+    return PipelineError(
+        f"Cannot restore {', '.join(map(repr, names))}: the computation does not read it.",
+        "Restore only names from `computation.parameters`.",
+        name=names[0],
+    )
 
 
 def _uses(bsym: BoundSymbol) -> list[str]:
@@ -246,10 +272,10 @@ class _Editor:
             if before is not after:
                 self._swaps[variableify(before)] = after
 
-    def restore(self, names: Sequence[str], fn: Restore, recompute: bool) -> None:
-        """Insert ``fn`` on the stored tensors of ``names`` and redirect what read their inputs to its outputs."""
-        inputs = self.table.inputs
-        old = [inputs[name] for name in names]
+    def restore(
+        self, names: Sequence[str], used: Mapping[str, TensorProxy], fn: Restore, recompute: bool
+    ) -> None:
+        """Insert ``fn`` on the stored tensors of ``names``; what read the inputs ``used`` reads its outputs."""
         stored = [self.table.stored(name, self.trace) for name in names]
         result, inserted = self.run(lambda: fn(*stored))
         if recompute:
@@ -257,9 +283,15 @@ class _Editor:
                 for output in bsym.flat_proxy_outs:
                     output.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
         self.emit(inserted)
-        outputs = sequencify(result)
-        self.substitute(old, outputs, f"the restored {', '.join(map(repr, names))}", same_dtype=False)
-        for name, before, after in zip(names, old, outputs, strict=True):
+        outputs = list(sequencify(result))
+        if len(outputs) == len(names):
+            spare = [n for n, o in zip(names, outputs, strict=True) if n not in used and o is not None]
+            if spare:
+                raise _unread(*spare)
+            outputs = [o for n, o in zip(names, outputs, strict=True) if n in used]
+        what = f"the restored {', '.join(map(repr, used))}"
+        self.substitute(list(used.values()), outputs, what, same_dtype=False)
+        for (name, before), after in zip(used.items(), outputs, strict=True):
             if self.table.current(name) is before:
                 self.table.set_value(name, after)
 

@@ -47,7 +47,8 @@ def differing(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]
     Where a value changed, conditions that only one of the two has are its consequence and left out.
     """
     changed = tuple(f"{name}: {old[name]} -> {new[name]}" for name in new if old.get(name, new[name]) != new[name])
-    return changed or tuple(f"{name}: {'now' if name in new else 'no longer'} checked" for name in sorted(new.keys() ^ old.keys()))
+    only_one = sorted(new.keys() ^ old.keys())
+    return changed or tuple(f"{name}: {'now' if name in new else 'no longer'} checked" for name in only_one)
 
 
 def _subject(bsym: Any, subjects: dict[str, str]) -> str:

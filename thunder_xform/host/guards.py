@@ -6,7 +6,7 @@ prologue's first operator, so an entry for another mode fails within microsecond
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import chain, count
 from typing import Any
 
@@ -47,32 +47,49 @@ def training_modes(module: torch.nn.Module) -> Callable[[], tuple[bool, ...]]:
 
 def with_check(prologue: TraceCtx, name: str, holds: Callable[[], bool], *, first: bool = False) -> TraceCtx:
     """A prologue that raises :class:`GuardMiss` unless ``holds()``; evaluated first or last among its checks."""
-
-    # The prologue finds the function by this name: two checks of one name would be one.
-    taken = {bsym.sym.name for bsym in prologue.bound_symbols}
-    name = next(n for n in chain([name], (f"{name}_{i}" for i in count(2))) if n not in taken)
-
-    def run(args: Any) -> None:
-        if not holds():
-            raise GuardMiss(name)
-
-    symbol = Symbol(
-        name=name,
-        id=name,
-        meta=lambda args: None,
-        is_prim=True,
-        tags=[prims.OpTags.DONT_DCE],
-        executor=_executor,
-        _bind_postprocess=lambda bsym: setattr(bsym, "_call_ctx", {name: run}),
-    )
     # Takes `args`, the first thing unpacked: transforms that prune prologues expect every operator to have an input.
     start, args = next(
         (i, b.output) for i, b in enumerate(prologue.bound_symbols) if b.sym.id == prims.PrimIDs.UNPACK_TRIVIAL
     )
     position = start + 1 if first else len(prologue.bound_symbols) - 1
+    return _inserted(prologue, name, lambda _: holds(), args, position)
+
+
+def with_module_checks(prologue: TraceCtx, roots: Collection[str], module: torch.nn.Module) -> TraceCtx:
+    """A prologue that raises :class:`GuardMiss` unless each of its ``roots`` unpacks as ``module``."""
+    for root in roots:
+        position, proxy = next(
+            (i, b.output)
+            for i, b in enumerate(prologue.bound_symbols)
+            if any(o.name == root for o in b.flat_proxy_outs) and b.sym is prims.unpack_thunder_module
+        )
+        prologue = _inserted(prologue, "check_module", lambda found: found is module, proxy, position + 1)
+    return prologue
+
+
+def _inserted(
+    prologue: TraceCtx, name: str, holds: Callable[[Any], bool], subject: Any, position: int
+) -> TraceCtx:
+    taken = {b.sym.name for b in prologue.bound_symbols}
+    # The name leads to the function when the prologue runs: two checks of one name would be one.
+    name = next(n for n in chain([name], (f"{name}_{i}" for i in count(2))) if n not in taken)
+
+    def run(value: Any) -> None:
+        if not holds(value):
+            raise GuardMiss(name)
+
+    symbol = Symbol(
+        name=name,
+        id=name,
+        meta=lambda value: None,
+        is_prim=True,
+        tags=[prims.OpTags.DONT_DCE],
+        executor=_executor,
+        _bind_postprocess=lambda bsym: setattr(bsym, "_call_ctx", {name: run}),
+    )
     new = from_trace(prologue)
     with tracectx(new):
-        check = symbol.bind(args, output=None)
+        check = symbol.bind(subject, output=None)
     new.bound_symbols = [*prologue.bound_symbols[:position], check, *prologue.bound_symbols[position:]]
     new.scopes = [new.bound_symbols]
     return new

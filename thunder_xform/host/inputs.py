@@ -8,7 +8,7 @@ flat_args; :func:`derive_prologue` writes the matching unpacking, checks and out
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from thunder_xform.errors import PipelineError
-from thunder_xform.host.ledger import Ledger, Version
+from thunder_xform.host.ledger import MODEL, MODEL_STAGE, Ledger, Version
 
 _UNPACK_STATE = (prims.unpack_parameter, prims.unpack_buffer)
 _UNPACK = prims.PrimIDs.UNPACK_TRIVIAL
@@ -38,6 +38,7 @@ class InputTable:
         stored: dict[str, TensorProxy],
         values: dict[str, TensorProxy],
         others: tuple[Any, ...],
+        roots: Collection[str] | None,
     ) -> None:
         self._ledger = ledger
         self._stage = stage
@@ -45,12 +46,14 @@ class InputTable:
         self._stored = stored
         self._values = values
         self._others = others
+        #: proxies of the prologue that stand for the model; None if every module unpacked is the model
+        self.roots = roots
         self._names = {proxy.name: name for proxies in (values, stored) for name, proxy in proxies.items()}
 
     def copy(self) -> InputTable:
         """An independent table for the next edit."""
         return InputTable(
-            self._ledger, self._stage, self._plugin, dict(self._stored), dict(self._values), self._others
+            self._ledger, self._stage, self._plugin, dict(self._stored), dict(self._values), self._others, self.roots
         )
 
     def name_of(self, proxy: TensorProxy) -> str | None:
@@ -151,7 +154,8 @@ class InputTable:
 
     def advance(self, trace: TraceCtx, stage: int, plugin: str) -> tuple[TraceCtx, InputTable]:
         """The table and trace as ``plugin`` finds them: trainability follows the ledger, everything else is unchanged."""
-        table = InputTable(self._ledger, stage, plugin, dict(self._stored), dict(self._values), self._others)
+        table = self.copy()
+        table._stage, table._plugin = stage, plugin
         swaps: dict[Any, TensorProxy] = {}
         new = from_trace(trace)
         new.names = set(trace.names)
@@ -181,12 +185,21 @@ def matches(proxy: TensorProxy, version: Version) -> bool:
     )
 
 
-def read_inputs(ledger: Ledger, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, InputTable]:
-    """The table of a fresh trace. Tied tensors, which Thunder unpacks once a name, become one input."""
+def read_inputs(
+    ledger: Ledger, prologue: TraceCtx, computation: TraceCtx, roots: Collection[str] | None
+) -> tuple[TraceCtx, InputTable]:
+    """The table of a fresh trace. Tied tensors, which Thunder unpacks once a name, become one input.
+
+    Args:
+        ledger: the model's.
+        prologue: where parameters are unpacked.
+        computation: where they are used.
+        roots: the prologue's proxies that stand for the model, where it unpacks other modules too; else None.
+    """
     by_proxy = {
         bsym.output.name: ledger.canonical(bsym.args[1])
         for bsym in prologue.bound_symbols
-        if bsym.sym in _UNPACK_STATE and bsym.args[1] in ledger
+        if _unpacks_state_of(bsym, ledger, roots)
     }
     stored: dict[str, TensorProxy] = {}
     others: list[Any] = []
@@ -199,7 +212,7 @@ def read_inputs(ledger: Ledger, prologue: TraceCtx, computation: TraceCtx) -> tu
             swaps[variableify(argument)] = stored[name]
         else:
             stored[name] = argument
-    table = InputTable(ledger, -1, "model", stored, dict(stored), tuple(others))
+    table = InputTable(ledger, MODEL_STAGE, MODEL, stored, dict(stored), tuple(others), roots)
     body = [b.from_bsym_swap_proxies(swaps) for b in computation.bound_symbols if b.sym.id != _UNPACK]
     return table.close(from_trace(computation), body[:-1], body[-1]), table
 
@@ -214,9 +227,9 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
     body: list[BoundSymbol] = []
     with tracectx(new):
         for bsym in prologue.bound_symbols[:-1]:
-            if bsym.sym is prims.unpack_thunder_module:
+            if bsym.sym is prims.unpack_thunder_module and (table.roots is None or bsym.output.name in table.roots):
                 root = bsym.output
-            if bsym.sym in _UNPACK_STATE and bsym.args[1] in ledger:
+            if _unpacks_state_of(bsym, ledger, table.roots):
                 name = ledger.canonical(bsym.args[1])
                 root = bsym.args[0]
                 if name in inputs:
@@ -246,6 +259,12 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
     new.bound_symbols = [*body, last.from_bsym(args=((tuple(computation.args), last.args[0][1]),))]
     new.scopes = [new.bound_symbols]
     return new
+
+
+def _unpacks_state_of(bsym: BoundSymbol, ledger: Ledger, roots: Collection[str] | None) -> bool:
+    if bsym.sym not in _UNPACK_STATE or bsym.args[1] not in ledger:
+        return False
+    return roots is None or bsym.args[0].name in roots
 
 
 def live_mismatch(version: Version, tensor: torch.Tensor) -> str | None:

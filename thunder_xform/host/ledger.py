@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from thunder.core.module import ThunderModule
@@ -64,7 +64,11 @@ class Ledger:
         self._aliases: dict[str, tuple[str, ...]] = {}
         self._canonical: dict[str, str] = {}
         self._originals: dict[str, torch.Tensor] = {}
-        for kind, named in (("parameter", module._model.named_parameters), ("buffer", module._model.named_buffers)):
+        state: tuple[tuple[Literal["parameter", "buffer"], Any], ...] = (
+            ("parameter", module._model.named_parameters),
+            ("buffer", module._model.named_buffers),
+        )
+        for kind, named in state:
             groups: dict[int, list[str]] = {}
             for name, tensor in named(remove_duplicate=False):
                 groups.setdefault(id(tensor), []).append(name)

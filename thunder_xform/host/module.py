@@ -1,35 +1,57 @@
-"""The ThunderModule as a session holds it: what users and trainers touch."""
+"""Compiled entries and transforms of jitted models, as Thunder keeps them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import thunder
+import torch
 from thunder.core.module import ThunderModule
 
-_SESSION = "_thunder_xform_session"
+from thunder_xform.errors import PipelineError
 
 
-def attach(module: ThunderModule, session: Any, no_sync: Callable[[], Any]) -> None:
-    """Tie a session to a ThunderModule. ``module.no_sync`` becomes the session's: trainers look for it there."""
-    module.__dict__[_SESSION] = session
-    module.__dict__["no_sync"] = no_sync
-
-
-def session_of(module: Any) -> Any | None:
-    """The session that transforms ``module``, or None."""
-    return getattr(module, "__dict__", {}).get(_SESSION)
-
-
-def drop_compiled_entries(module: ThunderModule) -> int:
-    """Forget all compiled entries; the next call compiles. Returns how many there were."""
-    cache = thunder.compile_stats(module).interpreter_cache
-    dropped = len(cache)
-    cache.clear()
+def drop_entries(statistics: Iterable[Any]) -> int:
+    """Forget all compiled entries in Thunder's ``statistics``; the next call compiles. Returns how many there were."""
+    dropped = 0
+    for stats in statistics:
+        dropped += len(stats.interpreter_cache)
+        stats.interpreter_cache.clear()
     return dropped
 
 
-def compiled_entries(module: ThunderModule) -> int:
-    """How many compiled entries the module holds."""
-    return len(thunder.compile_stats(module).interpreter_cache)
+def statistics_of(module: Any) -> Any:
+    """Thunder's statistics, which hold the compiled entries, of a jitted module or function."""
+    return thunder.compile_stats(module)
+
+
+def add_transforms(module: Any, stages: Sequence[Any]) -> None:
+    """Add transforms to a module that ``thunder.jit`` returned, called or not, and apply them."""
+    data = thunder.compile_data(module)
+    if not isinstance(module, ThunderModule) or data is None:
+        raise PipelineError(
+            f"{type(module).__name__} is not a model compiled by thunder.jit.",
+            "Pass what thunder.jit(model) returned, or the plain model to thunder.jit with transforms=pipeline.",
+        )
+    if not isinstance(data.transforms, list):
+        raise PipelineError(
+            "The model was compiled with transforms= given as a tuple, which cannot grow.",
+            "Pass a list to thunder.jit.",
+        )
+    for stage in stages:
+        stage.transform_module(module)
+        module._lc_transforms.append(stage)
+    data.transforms.extend(stages)
+    drop_entries([statistics_of(module)])
+
+
+def apply(model: torch.nn.Module, stages: Sequence[Any]) -> ThunderModule:
+    """``thunder.jit`` of a plain model with ``stages``."""
+    return thunder.jit(model, transforms=list(stages))
+
+
+def transforms_of(jitted: Any) -> Sequence[Any]:
+    """The transforms of a jitted module or function; empty for anything else."""
+    data = thunder.compile_data(jitted)
+    return () if data is None else data.transforms

@@ -23,11 +23,12 @@ GradientRule = Callable[[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], Seq
 class Operator:
     """An operator that can be called while a trace is edited. Made by :func:`operator`."""
 
-    __slots__ = ("_symbol", "collective", "name")
+    __slots__ = ("_symbol", "collective", "linear_weight", "name")
 
-    def __init__(self, name: str, symbol: Any, collective: bool) -> None:
+    def __init__(self, name: str, symbol: Any, collective: bool, linear_weight: int | None) -> None:
         self.name = name
         self.collective = collective
+        self.linear_weight = linear_weight
         self._symbol = symbol
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,6 +49,7 @@ def operator(
     backward: GradientRule | None = None,
     collective: bool = False,
     side_effects: bool = False,
+    linear_weight: int | None = None,
 ) -> Operator:
     """Define an operator.
 
@@ -59,6 +61,9 @@ def operator(
             differentiated, so it is written in operators. One entry for each input; ``None`` where there is no gradient.
         collective: the operator communicates between ranks. Inserting one counts as the effect ``trace.collectives``.
         side_effects: keep the operator although nothing uses its outputs.
+        linear_weight: for an operator that stands for ``torch.nn.functional.linear``: the position of the
+            argument that holds the weight, however encoded. The first argument is the input. Other plugins find
+            such calls through :attr:`Operation.linear_weight`.
 
     Raises:
         ValueError: the name is not an identifier or is taken.
@@ -71,7 +76,7 @@ def operator(
     symbol = _executor.register_operator(name, meta=meta, fn=fn, tags=tags)
     if backward is not None:
         register_grad(symbol, _gradient_transform(symbol, backward))
-    made = _operators[name] = Operator(name, symbol, collective)
+    made = _operators[name] = Operator(name, symbol, collective, linear_weight)
     return made
 
 

@@ -38,7 +38,8 @@ class Context:
     @property
     def module(self) -> torch.nn.Module:
         """The user's module. Read its structure; never change it."""
-        return self._session.module._model
+        module: torch.nn.Module = self._session.module._model
+        return module
 
     @property
     def event(self) -> CompileEvent | None:

@@ -10,9 +10,12 @@ import torch
 
 from thunder_xform.checkpoint import IncompatibleKeys, Kind, export_state, import_state
 from thunder_xform.errors import PipelineError
-from thunder_xform.host.module import compiled_entries, session_of
+from thunder_xform.host.module import transforms_of
+from thunder_xform.host.transformed import session_of
 from thunder_xform.pipeline.events import CompileEvent
+from thunder_xform.pipeline.pipeline import Pipeline
 from thunder_xform.pipeline.session import Session
+from thunder_xform.pipeline.stage import Stage
 
 
 class Handle:
@@ -46,7 +49,7 @@ class Handle:
     @property
     def compiled_entries(self) -> int:
         """How many compiled variants the model holds."""
-        return compiled_entries(self._session.module)
+        return sum(len(stats.interpreter_cache) for stats in self._session.statistics)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally in the backward of calls made inside.
@@ -132,15 +135,30 @@ class Handle:
 
 
 def handle(model: Any) -> Handle:
-    """The handle of a model that ``thunder.jit`` transformed with a pipeline.
+    """The handle of a transformed model.
+
+    Args:
+        model: what ``thunder.jit(model, transforms=pipeline)`` returned; the pipeline itself, once it transforms a model; or
+            a jitted function that contains one transformed model.
 
     Raises:
-        PipelineError: ``model`` was not transformed by one.
+        PipelineError: there is no transformed model, or a function contains several.
     """
-    session = session_of(model)
-    if session is None:
+    sessions = _sessions(model)
+    if len(sessions) != 1:
+        what = f"contains {len(sessions)} transformed models" if sessions else "is not transformed by a pipeline"
         raise PipelineError(
-            f"{type(model).__name__} is not a model transformed by a pipeline.",
+            f"{type(model).__name__} {what}.",
             "Pass what thunder.jit(model, transforms=registry.resolve([...])) returned.",
         )
-    return Handle(session)
+    return Handle(sessions[0])
+
+
+def _sessions(model: Any) -> list[Session]:
+    if isinstance(model, Pipeline):
+        return [model._session] if model._session.attached else []
+    session = session_of(model)
+    if session is not None:
+        return [session]
+    stages = [t for t in transforms_of(model) if isinstance(t, Stage)]
+    return list(dict.fromkeys(stage.session for stage in stages if stage.session.attached))

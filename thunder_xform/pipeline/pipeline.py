@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from thunder_xform.errors import PipelineError
+from thunder_xform.host.module import add_transforms, apply
+from thunder_xform.host.transformed import session_of
 from thunder_xform.pipeline.session import Session
 from thunder_xform.pipeline.stage import Stage
 
 if TYPE_CHECKING:
+    import torch
+
     from thunder_xform.registry import Lock, Resolution, Step
 
 
@@ -24,6 +29,7 @@ class Pipeline(list[Any]):
     def __init__(self, stages: Iterable[Stage], session: Session) -> None:
         super().__init__(stages)
         self._session = session
+        session.stages = tuple(self)
         self.resolution: Resolution = session.resolution
 
     def __repr__(self) -> str:
@@ -42,6 +48,38 @@ class Pipeline(list[Any]):
     def plugin(self, name: str) -> Any:
         """The plugin instance of that name."""
         return self._session.plugin(name)
+
+    @property
+    def model(self) -> Any:
+        """The transformed model: what ``thunder.jit`` returned, or what :meth:`bind` made. None before."""
+        return self._session.module if self._session.attached else None
+
+    def bind(self, model: torch.nn.Module) -> Pipeline:
+        """Transform ``model`` now, for a jitted function that will contain it; returns this pipeline.
+
+        Build optimizers from ``pipeline.model.parameters()``, then call
+        ``thunder.jit(step, transforms=pipeline)``; concatenate with ``+`` where a function contains several models.
+        """
+        apply(model, self)
+        return self
+
+    def apply(self, jitted: Any) -> Any:
+        """Transform a model that ``thunder.jit`` compiled already, called or not; its compiled entries are dropped.
+
+        Returns:
+            ``jitted``.
+
+        Raises:
+            PipelineError: it is no jitted model, or a pipeline transforms it already.
+        """
+        session = session_of(jitted)
+        if session is not None:
+            raise PipelineError(
+                f"The model is transformed by {' -> '.join(session.names)} already.",
+                "Resolve all plugins together: registry.resolve([...]).",
+            )
+        add_transforms(jitted, self)
+        return jitted
 
     def observe(self, *observers: object) -> Pipeline:
         """Register observers: objects whose ``@hookimpl(wrapper=True)`` methods surround every plugin's hooks."""

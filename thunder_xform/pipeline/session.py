@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,13 @@ from thunder.core.module import ThunderModule
 
 from thunder_xform import hookspecs
 from thunder_xform.errors import PipelineError, VerificationError, XformError
-from thunder_xform.host import module as host_module
 from thunder_xform.host import verify
+from thunder_xform.host import transformed
+from thunder_xform.host.functions import compilation_under_way
 from thunder_xform.host.guards import training_modes
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.ledger import Ledger, Version
+from thunder_xform.host.module import drop_entries, statistics_of
 from thunder_xform.host.optimizers import OptimizerCheck
 from thunder_xform.host.parameters import Parameters
 from thunder_xform.parallel.agreement import agree_on, together
@@ -31,10 +34,13 @@ if TYPE_CHECKING:
 class Session:
     """Everything that belongs to the one model that a pipeline transforms."""
 
+    #: the transformed model and its ledger, from the first plugin on
     module: ThunderModule
     ledger: Ledger
     #: inputs of the trace under transformation, as the latest plugin left them
     table: InputTable
+    #: proxies that stand for the model in the prologue under transformation; None if it is the model's own
+    roots: tuple[str, ...] | None = None
 
     def __init__(self, resolution: Resolution, members: Sequence[tuple[Step, Any]], verify: bool) -> None:
         self.resolution = resolution
@@ -47,6 +53,11 @@ class Session:
         self.events: list[CompileEvent] = []
         self.attached = 0
         self.groups: list[Any] = []
+        self.stages: Sequence[Any] = ()
+        #: compile data of jitted functions in which the model was found inside
+        self.adopters: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Thunder's statistics of the model and of all functions compiled with it; they hold the compiled entries
+        self.statistics: weakref.WeakSet[Any] = weakref.WeakSet()
         self._dropped_before = 0
         self._why_dropped = "first call"
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -132,7 +143,8 @@ class Session:
         OptimizerCheck(self.ledger, self.parameters)
         if self.ledger.release_requested:
             self.ledger.release_originals()
-        host_module.attach(self.module, self, self.no_sync)
+        self.statistics.add(statistics_of(self.module))
+        transformed.attach(self.module, self)
 
     def _snapshot(self) -> dict[str, tuple[Version, int]]:
         return {name: (self.ledger.latest(name), self.ledger.tensor(name).data_ptr()) for name in self.ledger}
@@ -168,6 +180,7 @@ class Session:
         held = self.events[self._dropped_before :]
         why = reasons(key, conditions, held, self._why_dropped)
         self.events.append(CompileEvent(len(self.events), why, key, conditions))
+        self.statistics.add(compilation_under_way()[1])
 
     def _check_key(self, key: dict[str, Hashable]) -> None:
         again = self.named_key()
@@ -206,7 +219,7 @@ class Session:
         """Drop all compiled entries because of ``event``; returns how many there were."""
         self.each("invalidate_cache", event=event)
         self._dropped_before, self._why_dropped = len(self.events), f"invalidated: {event}"
-        return host_module.drop_compiled_entries(self.module)
+        return drop_entries(self.statistics)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Live parameters by name, tied ones once."""
@@ -221,5 +234,5 @@ class Session:
         for index in reversed(range(len(self.plugins))):
             norm = self.call(index, "gradient_norm", parameters=parameters, norm_type=norm_type)
             if norm is not None:
-                return norm  # type: ignore[no-any-return]
+                return norm
         return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)

@@ -9,11 +9,12 @@ from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.transform_common import Transform
 
 from thunder_xform.errors import PipelineError
-from thunder_xform.host import verify
+from thunder_xform.host import functions, verify
 from thunder_xform.host.computation import Computation
-from thunder_xform.host.conditions import conditions, is_compiling
-from thunder_xform.host.guards import insert_guard
+from thunder_xform.host.conditions import conditions
+from thunder_xform.host.guards import insert_guard, with_module_checks
 from thunder_xform.host.inputs import InputTable, derive_prologue, read_inputs
+from thunder_xform.host.module import apply
 from thunder_xform.host.prologue import Prologue
 from thunder_xform.host.schedule import Schedule
 
@@ -25,7 +26,8 @@ class Stage(Transform):
     """The transform that Thunder sees for one plugin; its hooks run here."""
 
     def __init__(self, session: Session, index: int) -> None:
-        self._session = session
+        #: the transformation that the plugin is part of
+        self.session = session
         self._index = index
 
     def __repr__(self) -> str:
@@ -34,47 +36,69 @@ class Stage(Transform):
     @property
     def plugin(self) -> Any:
         """The plugin instance behind this transform."""
-        return self._session.plugins[self._index]
+        return self.session.plugins[self._index]
 
     def transform_module(self, model: ThunderModule) -> None:
-        self._session.attach(self._index, model)
+        self.session.attach(self._index, model)
 
     def transform_traces_pre_prologue(
-        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx, **kwargs: Any
-    ) -> tuple[TraceCtx, TraceCtx, TraceCtx]:
-        session, index = self._session, self._index
-        self._require_complete()
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        session, index = self.session, self._index
         prologue, computation = prologue_trace, computation_trace
         if index == 0:
-            session.begin(conditions(prologue))
+            session.roots = self._find_model(prologue)
+            if session.roots != ():
+                session.begin(conditions(prologue))
+        if session.roots == ():
+            return prologue, computation, epilogue_trace
         with session.compiling():
             if index == 0:
-                computation, table = read_inputs(session.ledger, prologue, computation)
-                prologue = derive_prologue(insert_guard(prologue, session.key), table, computation, session.ledger)
+                prologue, computation, table = self._open(prologue, computation)
             else:
                 table = session.table
             computation, table = table.advance(computation, index, session.names[index])
             return *self._run_hooks(prologue, computation, table), epilogue_trace
 
-    def _require_complete(self) -> None:
-        """Refuse to compile anything but the model that all plugins were applied to."""
-        session = self._session
+    def _find_model(self, prologue: TraceCtx) -> tuple[str, ...] | None:
+        """The prologue's proxies for the model: None if it is the model's own, empty if this call does not use it."""
+        session = self.session
         names = " -> ".join(session.names)
         if 0 < session.attached < len(session.plugins):
             raise PipelineError(
                 f"Only {', '.join(session.names[: session.attached])} of the pipeline {names} was applied to the model.",
                 "Pass the pipeline to thunder.jit as it is, without reordering or slicing it.",
             )
-        if not session.attached or not is_compiling(session.module):
+        if session.attached and functions.compiles(session.module):
+            return None
+        if not session.attached:
+            models = list(dict.fromkeys(functions.module_roots(prologue).values()))
+            if len(models) != 1:
+                raise PipelineError(
+                    f"The pipeline {names} is applied to a function that uses {len(models)} modules.",
+                    "Say which one it transforms: thunder.jit(fn, transforms=pipeline.bind(model)).",
+                )
+            apply(models[0], session.stages)
+        roots = functions.enter(session.module, prologue)
+        if not roots and functions.compilation_under_way()[0] not in session.adopters:
             raise PipelineError(
-                f"The pipeline {names} is applied to a function.",
-                "Pass it to thunder.jit together with the torch.nn.Module that it shall transform.",
+                f"The function does not use the {type(session.module._model).__name__} that {names} transforms.",
+                "Call that model in the function, or leave the pipeline out of transforms=.",
             )
+        return roots
+
+    def _open(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx, InputTable]:
+        session = self.session
+        computation, table = read_inputs(session.ledger, prologue, computation, session.roots)
+        prologue = insert_guard(prologue, session.key)
+        if session.roots is not None:
+            prologue = with_module_checks(prologue, session.roots, session.module)
+        return derive_prologue(prologue, table, computation, session.ledger), computation, table
 
     def _run_hooks(
         self, prologue: TraceCtx, computation: TraceCtx, table: InputTable
     ) -> tuple[TraceCtx, TraceCtx]:
-        session, index = self._session, self._index
+        session, index = self.session, self._index
         before = computation
         prologue = self._call("mutate_prologue", prologue=Prologue(prologue))._trace
         view = self._call("before_autograd", computation=Computation(computation, table))
@@ -83,23 +107,26 @@ class Stage(Transform):
         if session.verify:
             for problem in verify.inconsistencies(prologue, computation, session.table, session.ledger):
                 session.fail(index, "before_autograd", problem, before, computation)
-            session.check_declared(index, "before_autograd", verify.trace_effects(before, computation), before, computation)
+            found = verify.trace_effects(before, computation)
+            session.check_declared(index, "before_autograd", found, before, computation)
         for trace in (prologue, computation):
             trace.set_provenance(TraceProvenance(f"thunder_xform plugin {session.names[index]}"))
         return prologue, computation
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        with self._session.compiling():
+        if self.session.roots == ():
+            return computation_trace
+        with self.session.compiling():
             edited: Schedule = self._call("after_optimization", schedule=Schedule(computation_trace))
             return edited._trace
 
     def _call(self, hook: str, **view: Any) -> Any:
         """What the plugin's ``hook`` makes of its one argument, a view; the same if it returns None."""
         (given,) = view.values()
-        returned = self._session.call(self._index, hook, **view)
+        returned = self.session.call(self._index, hook, **view)
         if returned is None:
             return given
         if type(returned) is not type(given):
             kinds = type(returned).__name__, type(given).__name__
-            self._session.fail(self._index, hook, f"it returned a {kinds[0]} where a {kinds[1]} is expected")
+            self.session.fail(self._index, hook, f"it returned a {kinds[0]} where a {kinds[1]} is expected")
         return returned

@@ -1,0 +1,111 @@
+"""Jitted functions that contain transformed models.
+
+Thunder traces such a function through the user's module, and its prologue asks ``get_thunder_module`` for the module
+whose parameters to unpack. That consults a map on the function's compile data: registered there, the transformed model
+hands out its own parameters, and the pipeline's stages, added to the function's transforms, edit the function's traces.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from thunder.core import prims
+from thunder.core.compile_data import _compile_data, get_compile_data
+from thunder.core.module import ThunderModule
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.executors import pythonex
+from thunder.executors.passes import transform_for_execution
+
+from thunder_xform.errors import PipelineError
+
+_CALL = "get_computation_and_inputs"
+
+
+def adopt(module: ThunderModule, session: Any) -> bool:
+    """Let the compilation under way, if it is another's, use the transforms of ``module``; whether there is one."""
+    data = get_compile_data()
+    if data is None or data.fn is module._model:
+        return False
+    session.adopters.add(data)
+    for stage in session.stages:
+        if stage not in data.transforms:
+            data.transforms.append(stage)
+    return True
+
+
+def compiles(module: ThunderModule) -> bool:
+    """Whether the compilation under way is that of ``module`` itself, not of a function or another model."""
+    return bool(get_compile_data().fn is module._model)
+
+
+def enter(module: ThunderModule, prologue: TraceCtx) -> tuple[str, ...]:
+    """Prepare the compilation of a function that contains ``module``.
+
+    Returns the proxies of ``prologue`` that stand for it; none if this call does not use it.
+
+    Raises:
+        PipelineError: the function uses a part of the model past the model itself.
+    """
+    data = get_compile_data()
+    parts = {id(part) for part in module._model.modules()}
+    found = []
+    for root, unpacked in module_roots(prologue).items():
+        if unpacked is module._model:
+            found.append(root)
+        elif id(unpacked) in parts:
+            part, whole = type(unpacked).__name__, type(module._model).__name__
+            raise PipelineError(
+                f"The function uses {part}, a part of the transformed {whole}.",
+                "Call the model itself in the function, or reach the part through it.",
+            )
+    if found:
+        data._thunder_module_map[id(module._model)] = module
+    return tuple(found)
+
+
+def compilation_under_way() -> tuple[Any, Any]:
+    """Thunder's compile data and statistics (which hold the compiled entries) of what is being compiled."""
+    data, statistics = _compile_data.get()
+    return data, statistics
+
+
+def module_roots(prologue: TraceCtx) -> dict[str, torch.nn.Module]:
+    """The user's modules whose parameters ``prologue`` unpacks, by the name of the proxy that stands for each.
+
+    They are found by running that part of the prologue on the arguments of the call that is being compiled.
+    """
+    unpacks = [b for b in prologue.bound_symbols if b.sym is prims.unpack_thunder_module]
+    if not unpacks:
+        return {}
+    wanted = {b.args[0].name for b in unpacks}
+    needed: list[Any] = []
+    for bsym in reversed(prologue.bound_symbols[:-1]):
+        if bsym.sym.id == prims.PrimIDs.UNPACK_TRIVIAL or any(o.name in wanted for o in bsym.flat_proxy_outs):
+            needed.insert(0, bsym)
+            wanted |= {a.name for a in bsym.flat_proxy_args}
+    partial = from_trace(prologue)
+    partial.bound_symbols = needed
+    partial.scopes = [partial.bound_symbols]
+    with tracectx(partial):
+        prims.python_return(tuple(b.args[0] for b in unpacks))
+    run = transform_for_execution(partial, (pythonex.ex,)).python_callable(include_decorators=False)
+    args, kwargs = _call_arguments()
+    modules = run(*args, **kwargs)
+    return {
+        b.output.name: m._model if isinstance(m, ThunderModule) else m for b, m in zip(unpacks, modules, strict=True)
+    }
+
+
+def _call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the jitted call being compiled. Transforms get traces only, so the frame of Thunder's call is asked."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == _CALL and "args" in frame.f_locals:
+            return frame.f_locals["args"], frame.f_locals["kwargs"]
+        frame = frame.f_back
+    raise PipelineError(
+        "The arguments of the jitted function could not be found.",
+        "This Thunder release is not supported; see `thunder-xform doctor`.",
+    )

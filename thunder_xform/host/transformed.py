@@ -1,0 +1,120 @@
+"""The class of a transformed model: a ThunderModule that behaves as one ordinary module.
+
+Thunder keeps the user's module as a submodule, so everything that walks modules (an outer ``nn.Sequential``, Fabric's
+wrapper, an optimizer built from the outer model) finds the user's parameters instead of the transformed ones. Here the
+transformed model has no submodules and owns its parameters under their plain dotted names; PyTorch's own methods do the
+rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from thunder.core.interpreter import make_opaque
+from thunder.core.module import ThunderModule
+
+from thunder_xform.errors import PipelineError
+from thunder_xform.host.functions import adopt
+
+_SESSION = "_thunder_xform_session"
+_Module = torch.nn.Module
+
+
+@make_opaque
+def _inside_another_function(module: TransformedModule) -> bool:
+    """Whether a jitted function that contains ``module`` is being traced; its compilation then adopts the transforms."""
+    return adopt(module, session_of(module))
+
+
+class TransformedModule(ThunderModule):
+    """A model transformed by a pipeline. Made by :func:`attach`, never by hand."""
+
+    named_parameters = _Module.named_parameters
+    named_buffers = _Module.named_buffers
+    state_dict = _Module.state_dict
+    load_state_dict = _Module.load_state_dict
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if _inside_another_function(self):
+            return self._model(*args, **kwargs)
+        return self._forward_fn(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> TransformedModule:
+        """Set training mode; the flags are those of the user's module."""
+        self._model.train(mode)
+        return self
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients locally in the backward of calls made inside; see ``Handle.no_sync``."""
+        inside: AbstractContextManager[None] = self.__dict__[_SESSION].no_sync()
+        return inside
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            error_msgs.append(
+                "load_state_dict(assign=True) would put tensors past the transforms. Load without it, or through "
+                "thunder_xform.handle(model).load_state_dict."
+            )
+            return
+        # PyTorch takes the first component of a key for a submodule; here names are dotted and there are none.
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, False, missing_keys, unexpected_keys, error_msgs
+        )
+        if strict:
+            known = {prefix + name for name in (*self._parameters, *self._buffers)}
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TransformedModule:
+        for name, tensor in (*self._parameters.items(), *self._buffers.items()):
+            if tensor is None:
+                continue
+            probe = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)[:0]
+            made = fn(probe)
+            if (made.dtype, made.device) != (tensor.dtype, tensor.device):
+                raise PipelineError(
+                    f"Cannot convert {name!r} of a transformed model from {tensor.dtype} on {tensor.device} to "
+                    f"{made.dtype} on {made.device}.",
+                    "Convert the plain model before thunder.jit.",
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise PipelineError(
+            "A transformed model cannot be copied: its compiled code and process groups belong to it.",
+            "Copy the plain model and transform the copy with a freshly resolved pipeline.",
+        )
+
+
+def attach(module: ThunderModule, session: Any) -> None:
+    """Make a ThunderModule a :class:`TransformedModule` that belongs to ``session``."""
+    module.__class__ = TransformedModule
+    module.__dict__["_model"] = module._modules.pop("_model")
+    module.__dict__["_parameters"] = module._overrides_parameters
+    module.__dict__["_buffers"] = module._overrides_buffers
+    module.__dict__["_non_persistent_buffers_set"] = _non_persistent(module._model)
+    module.__dict__[_SESSION] = session
+
+
+def _non_persistent(model: torch.nn.Module) -> set[str]:
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def session_of(module: Any) -> Any | None:
+    """The session that transforms ``module``, or None."""
+    return getattr(module, "__dict__", {}).get(_SESSION)
