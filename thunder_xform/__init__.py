@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from thunder_xform.host.parameters import Parameters
     from thunder_xform.host.prologue import Prologue
     from thunder_xform.host.schedule import Schedule
-    from thunder_xform.pipeline import Context, Handle, Pipeline, Plugin
+    from thunder_xform.pipeline import CompileEvent, Context, Handle, Pipeline, Plugin, Timing, TraceDump
     from thunder_xform.pipeline.handle import handle
 
 _HOMES = {
+    "CompileEvent": "thunder_xform.pipeline",
     "Computation": "thunder_xform.host.computation",
     "Context": "thunder_xform.pipeline",
     "Edit": "thunder_xform.host.computation",
@@ -42,6 +43,8 @@ _HOMES = {
     "Plugin": "thunder_xform.pipeline",
     "Prologue": "thunder_xform.host.prologue",
     "Schedule": "thunder_xform.host.schedule",
+    "Timing": "thunder_xform.pipeline",
+    "TraceDump": "thunder_xform.pipeline",
     "handle": "thunder_xform.pipeline",
     "hookimpl": "thunder_xform.hookspecs",
     "operator": "thunder_xform.host.operators",
@@ -50,6 +53,7 @@ _HOMES = {
 _MODULES = ("checkpoint", "errors", "parallel", "registry")
 
 __all__ = [
+    "CompileEvent",
     "Computation",
     "Context",
     "Edit",
@@ -61,6 +65,8 @@ __all__ = [
     "Plugin",
     "Prologue",
     "Schedule",
+    "Timing",
+    "TraceDump",
     "checkpoint",
     "errors",
     "handle",

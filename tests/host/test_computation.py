@@ -52,9 +52,7 @@ class Negated(tx.Plugin):
 
     @tx.hookimpl
     def before_autograd(self, computation, ctx):
-        return computation.restore(
-            [((name,), negate) for name in computation.parameters if name in ctx.parameters]
-        )
+        return computation.restore([((name,), negate) for name in computation.parameters if name in ctx.parameters])
 
 
 class Doubled(tx.Plugin):
@@ -161,14 +159,10 @@ def test_replaced_parameters_are_restored(case):
 def test_recomputed_parameters_run_again_in_the_backward_and_are_not_saved():
     def saved_and_backward(recompute):
         model, inputs, _ = make("tied")
-        compiled = thunder.jit(
-            model, transforms=pipeline_of(restore=Restore(together=True, recompute=recompute))
-        )
+        compiled = thunder.jit(model, transforms=pipeline_of(restore=Restore(together=True, recompute=recompute)))
         compiled(*inputs)
         forward = thunder.last_traces(compiled)[-1]
-        restored = {
-            o.name for b in forward.bound_symbols if b.sym.name == identity.name for o in b.flat_proxy_outs
-        }
+        restored = {o.name for b in forward.bound_symbols if b.sym.name == identity.name for o in b.flat_proxy_outs}
         saved = {t.name for t in forward.bound_symbols[-1].args[1][0]}
         backward = [b.sym.name for b in thunder.last_backward_traces(compiled)[-1].bound_symbols]
         return len(restored), restored & saved, backward.count(identity.name)
@@ -201,8 +195,7 @@ class Inspect(tx.Plugin):
         self.parameters = computation.parameters
         self.differentiable = computation.differentiable_parameters
         self.operations = [
-            (operation.name, operation.parameter(0), operation.parameter(1))
-            for operation in computation.operations()
+            (operation.name, operation.parameter(0), operation.parameter(1)) for operation in computation.operations()
         ]
 
 

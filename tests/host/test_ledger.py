@@ -47,8 +47,7 @@ def test_versions_by_plugin(actions):
     model, ledger = fresh()
     tied = {"c.weight": "a.weight"}
     facts = {
-        name: [(-1, (tuple(p.shape), tuple(p.shape), p.requires_grad, "model"))]
-        for name, p in model.named_parameters()
+        name: [(-1, (tuple(p.shape), tuple(p.shape), p.requires_grad, "model"))] for name, p in model.named_parameters()
     }
     stage, added = 0, 0
     for action, step, name in actions:

@@ -51,9 +51,7 @@ register_grad(pair, _pair_gradient)
 def relied_on(holds, module, what):
     __tracebackhide__ = True
     if not holds:
-        pytest.fail(
-            f"Thunder {thunder.__version__} is not what thunder_xform/host/{module} relies on: {what}"
-        )
+        pytest.fail(f"Thunder {thunder.__version__} is not what thunder_xform/host/{module} relies on: {what}")
 
 
 class Probe(Transform):
@@ -147,8 +145,7 @@ def test_transforms_are_called_in_order_at_jit_and_at_each_compilation(probed):
         f"transforms run module by module, traces by traces: {log}",
     )
     relied_on(
-        log[4:]
-        == [("first", "optimized"), ("first", "optimized"), ("second", "optimized"), ("second", "optimized")],
+        log[4:] == [("first", "optimized"), ("first", "optimized"), ("second", "optimized"), ("second", "optimized")],
         "../pipeline/stage.py",
         f"each transform sees the forward and then the backward after optimization: {log[4:]}",
     )
@@ -222,8 +219,7 @@ def test_a_computation_unpacks_all_arguments_and_returns_them_as_flat_args(probe
     relied_on(unpacked == arguments, "inputs.py", "a computation starts by unpacking its arguments")
     last = computation.bound_symbols[-1]
     relied_on(
-        set(last.args[0]) == {"output", "flat_args"}
-        and [a.name for a in last.args[0]["flat_args"]] == arguments,
+        set(last.args[0]) == {"output", "flat_args"} and [a.name for a in last.args[0]["flat_args"]] == arguments,
         "inputs.py",
         "a computation returns {'output', 'flat_args'} before differentiation",
     )
@@ -370,9 +366,7 @@ def test_an_operator_that_binds_its_function_runs_in_the_prologue():
     x = torch.randn(1, 3)
     compiled(x)
     compiled(x)
-    relied_on(
-        calls == [(x,), (x,)], "guards.py", f"a symbol's _call_ctx resolves its name in the prologue: {calls}"
-    )
+    relied_on(calls == [(x,), (x,)], "guards.py", f"a symbol's _call_ctx resolves its name in the prologue: {calls}")
 
 
 def test_entries_are_tried_newest_first_and_any_exception_means_the_next_one():
@@ -381,9 +375,7 @@ def test_entries_are_tried_newest_first_and_any_exception_means_the_next_one():
     compiled(torch.randn(2, 3))
     stats = thunder.compile_stats(compiled)
     entries = stats.interpreter_cache
-    relied_on(
-        isinstance(entries, list) and len(entries) == 2, "module.py", "interpreter_cache lists the entries"
-    )
+    relied_on(isinstance(entries, list) and len(entries) == 2, "module.py", "interpreter_cache lists the entries")
     tried = []
 
     def spy(index, prologue):
@@ -400,9 +392,7 @@ def test_entries_are_tried_newest_first_and_any_exception_means_the_next_one():
     relied_on(stats.cache_misses == 2, "guards.py", "a prologue that raises is skipped")
     entries.clear()
     compiled(torch.randn(1, 3))
-    relied_on(
-        stats.cache_misses == 3 and len(entries) == 1, "module.py", "clearing the list forgets the entries"
-    )
+    relied_on(stats.cache_misses == 3 and len(entries) == 1, "module.py", "clearing the list forgets the entries")
 
 
 def test_overrides_are_what_a_compiled_model_reads_and_shows():
@@ -445,9 +435,7 @@ def test_tensors_on_meta_are_traced_for_the_device_that_they_name():
 
 
 def test_a_gradient_may_be_none_although_the_input_requires_one():
-    drop = executor.register_operator(
-        "contract_drop", meta=lambda a: TensorProxy(like=a), fn=lambda a: a.clone()
-    )
+    drop = executor.register_operator("contract_drop", meta=lambda a: TensorProxy(like=a), fn=lambda a: a.clone())
 
     def no_gradient(a):
         result = drop(a)
@@ -470,6 +458,4 @@ def test_thunder_never_calls_a_transform_for_a_traced_inner_call():
     probe = Probe()
     compiled = thunder.jit(nn.Linear(3, 3), transforms=[probe])
     thunder.jit(lambda x: compiled(x).sum())(torch.randn(1, 3))
-    relied_on(
-        not probe.finished, "module.py", "inner transforms are ignored; a workaround may be dropped now"
-    )
+    relied_on(not probe.finished, "module.py", "inner transforms are ignored; a workaround may be dropped now")

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from thunder_xform.pipeline.context import Context
+from thunder_xform.pipeline.events import CompileEvent
 from thunder_xform.pipeline.handle import Handle, handle
+from thunder_xform.pipeline.instruments import Timing, TraceDump
 from thunder_xform.pipeline.pipeline import Pipeline, build
 from thunder_xform.pipeline.plugin import Plugin
 
-__all__ = ["Context", "Handle", "Pipeline", "Plugin", "build", "handle"]
+__all__ = [
+    "CompileEvent",
+    "Context",
+    "Handle",
+    "Pipeline",
+    "Plugin",
+    "Timing",
+    "TraceDump",
+    "build",
+    "handle",
+]

@@ -14,8 +14,7 @@ from thunder.core.module import ThunderModule
 
 from thunder_xform import hookspecs
 from thunder_xform.errors import PipelineError, VerificationError, XformError
-from thunder_xform.host import verify
-from thunder_xform.host import transformed
+from thunder_xform.host import transformed, verify
 from thunder_xform.host.functions import compilation_under_way
 from thunder_xform.host.guards import training_modes
 from thunder_xform.host.inputs import InputTable
@@ -26,6 +25,7 @@ from thunder_xform.host.parameters import Parameters
 from thunder_xform.parallel.agreement import agree_on, together
 from thunder_xform.pipeline.context import Context
 from thunder_xform.pipeline.events import CompileEvent, reasons
+from thunder_xform.pipeline.instruments import Timing
 
 if TYPE_CHECKING:
     from thunder_xform.registry import Resolution, Step
@@ -65,6 +65,7 @@ class Session:
         for name, plugin in zip(self.names, self.plugins, strict=True):
             self._manager.register(plugin, name=f"plugin {name}")
         self._manager.check_pending()
+        self._manager.register(Timing())
         self._keys: tuple[tuple[str, Callable[[], Hashable]], ...] = ()
 
     # -- hooks ---------------------------------------------------------------------------------------------------
@@ -79,8 +80,14 @@ class Session:
             return None
         others = [p for i, p in enumerate(self.plugins) if i != index]
         caller = self._manager.subset_hook_caller(hook, others)
-        try:
+        with self._blaming(index, hook):
             return caller(ctx=self.contexts[index], **arguments)
+
+    @contextlib.contextmanager
+    def _blaming(self, index: int, hook: str) -> Iterator[None]:
+        """Note on whatever error comes out of a plugin's code which plugin and hook it came from."""
+        try:
+            yield
         except XformError:
             raise
         except Exception as error:
@@ -204,7 +211,11 @@ class Session:
 
     def named_key(self) -> dict[str, Hashable]:
         """:meth:`key` with the names of those who contribute to it."""
-        return {name: read() for name, read in self._keys}
+        key: dict[str, Hashable] = {}
+        for name, read in self._keys:
+            with self._blaming(self.names.index(name), "guard_key") if name in self.names else contextlib.nullcontext():
+                key[name] = read()
+        return key
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -54,9 +54,7 @@ def assert_same_numerics(
     before = _tensors(model)
     compiled: Any = thunder.jit(model, transforms=pipeline)
     after = _tensors(model)
-    assert after.keys() == before.keys(), (
-        f"The user's module gained or lost {sorted(after.keys() ^ before.keys())}."
-    )
+    assert after.keys() == before.keys(), f"The user's module gained or lost {sorted(after.keys() ^ before.keys())}."
     for name, (tensor, copied, flag) in before.items():
         assert after[name][0] is tensor, f"The user's module holds another {name!r}."
         assert torch.equal(tensor, copied), f"{name!r} of the user's module changed its value."
@@ -78,9 +76,7 @@ def assert_same_numerics(
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, bool]]:
-    named = chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    )
+    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     return {name: (tensor, tensor.detach().clone(), tensor.requires_grad) for name, tensor in named}
 
 
@@ -88,7 +84,7 @@ def _leaves_after_backward(outputs: Any) -> tuple[list[Any], Any]:
     leaves, form = tree_flatten(outputs)
     loss = _weighed(leaves)
     if loss is not None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     return leaves, form
 
 

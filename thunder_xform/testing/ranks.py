@@ -164,9 +164,7 @@ class RankPool:
         raise RanksFailed(problem, reports)
 
 
-def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
-) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
     """One run on fresh processes: :meth:`RankPool.run` without keeping the pool."""
     with RankPool(world_size, timeout) as pool:
         return pool.run(fn, *args, **kwargs)
