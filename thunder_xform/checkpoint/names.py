@@ -19,7 +19,7 @@ def plain_shapes(session: Session) -> dict[str, tuple[int, ...]]:
         CheckpointError: a key that is neither a parameter nor a buffer.
     """
     shapes = {}
-    for key in session.module._model.state_dict(keep_vars=True):
+    for key in session.ledger.module._model.state_dict(keep_vars=True):
         version = session.ledger.at(key, MODEL_STAGE) if key in session.ledger else None
         if version is None:
             raise CheckpointError(
@@ -52,6 +52,6 @@ def _non_persistent(session: Session) -> frozenset[str]:
     """Names of buffers that the model itself keeps out of its ``state_dict()``."""
     return frozenset(
         f"{path}.{name}" if path else name
-        for path, module in session.module._model.named_modules(remove_duplicate=False)
+        for path, module in session.ledger.module._model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     )

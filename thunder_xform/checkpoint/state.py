@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 
 from thunder_xform.checkpoint.names import plain_shapes, stored_names
-from thunder_xform.checkpoint.validation import check_keys, check_tensors, fold_aliases
+from thunder_xform.checkpoint.validation import (
+    check_keys,
+    check_numbers,
+    check_shapes,
+    check_values,
+    fold_aliases,
+)
 from thunder_xform.errors import CheckpointError, closest, spell
 from thunder_xform.parallel.agreement import together
 
@@ -27,14 +33,14 @@ class IncompatibleKeys(NamedTuple):
 
 
 def export_state(session: Session, kind: Kind) -> State:
-    """The state of the model by name; hooks run in reverse pipeline order.
+    """The state of the model by name; hooks run in the reverse of the order in which an import passes them.
 
     Raises:
         CheckpointError: there is no such kind, no adapter, or no plain model that computes the same.
     """
     names = stored_names(session, _known(kind))
     state = {name: session.ledger.tensor(name).detach() for name in names}
-    for index in reversed(range(len(session.plugins))):
+    for index in reversed(_order(session)):
         state = _mapped(session, index, "export_state", state, kind)
     return _plain(session, state) if kind == "full" else state
 
@@ -42,7 +48,7 @@ def export_state(session: Session, kind: Kind) -> State:
 def import_state(
     session: Session, state: Mapping[str, Any], kind: Kind, strict: bool = True
 ) -> IncompatibleKeys:
-    """Copy a state into the live tensors; hooks run in pipeline order.
+    """Copy a state into the live tensors; hooks run in pipeline order, those of plugins that change the layout last.
 
     Nothing is written unless everything fits, on every rank where plugins have process groups (a collective).
 
@@ -52,24 +58,35 @@ def import_state(
     """
     with together(session.groups, "load_state_dict"):
         names = stored_names(session, _known(kind))
+        shapes = plain_shapes(session) if kind == "full" else {}
+        expected = shapes if kind == "full" else names
+        keys = IncompatibleKeys(*check_keys(expected, state, strict))
+        given = {key: value for key, value in state.items() if key in expected}
+        check_values(given)
         if kind == "full":
-            shapes = plain_shapes(session)
-            keys = IncompatibleKeys(*check_keys(shapes, state, strict))
-            given = {key: value for key, value in state.items() if key in shapes}
-            check_tensors(given, shapes)
+            check_shapes(given, shapes)
             given = fold_aliases(session.ledger, given)
-        else:
-            keys = IncompatibleKeys(*check_keys(names, state, strict))
-            given = {key: value for key, value in state.items() if key in names}
-        for index in range(len(session.plugins)):
+        for index in _order(session):
             given = _mapped(session, index, "import_state", given, kind)
         live = {name: session.ledger.tensor(name) for name in names}
         check_keys(live, given, strict=True, partial=True)
-        check_tensors(given, {name: tuple(live[name].shape) for name in given}, live)
+        check_shapes(given, {name: tuple(tensor.shape) for name, tensor in live.items()})
+        check_numbers(given, live)
     with torch.no_grad():
         for name, value in given.items():
             live[name].copy_(value)
     return keys
+
+
+def _order(session: Session) -> list[int]:
+    """Plugins in the order in which an import passes them: in pipeline order, but those that change how tensors are
+    stored after all others. On the way out, an adapter meets a weight that is gathered and dequantized.
+    """
+
+    def stores_otherwise(index: int) -> bool:
+        return any(effect in ("params", "params.layout") for effect in session.steps[index].manifest.effects.writes)
+
+    return sorted(range(len(session.plugins)), key=stores_otherwise)
 
 
 def _known(kind: str) -> Kind:
@@ -103,5 +120,5 @@ def _plain(session: Session, state: State) -> State:
         )
     plain = {key: state[name] for key in shapes if (name := ledger.canonical(key)) in state}
     check_keys(shapes, plain, strict=True)
-    check_tensors(plain, shapes)
+    check_shapes(plain, shapes)
     return plain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,45 +50,53 @@ def _hint(key: str, known: Collection[str]) -> str:
     return f" ({hint.strip()})" if (hint := closest(key, known)) else ""
 
 
-def _listed(items: list[str]) -> str:
+def _listed(items: Sequence[str]) -> str:
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(items[:_SHOWN]) + more
 
 
-def check_tensors(
-    given: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    live: Mapping[str, torch.Tensor] | None = None,
-) -> None:
-    """Refuse values that are no tensors, have no data, another shape, or another kind of numbers.
-
-    Args:
-        given: the state.
-        shapes: the wanted shape of each.
-        live: the tensors to copy to, where the types of numbers shall be compared too.
-    """
+def check_values(given: Mapping[str, Any]) -> None:
+    """Refuse values that are no tensors or have no data."""
     problems = []
     for key, value in given.items():
         if not isinstance(value, torch.Tensor):
-            problems.append(f"{key!r} is a {type(value).__name__} and no tensor")
-        elif tuple(value.shape) != shapes[key]:
-            problems.append(f"{key!r} has shape {tuple(value.shape)} instead of {shapes[key]}")
-        elif live is not None and value.is_meta and not live[key].is_meta:
+            problems.append(f"{key!r} is of type {type(value).__name__} and no tensor")
+        elif value.is_meta:
             problems.append(f"{key!r} is on the meta device and has no data")
-        elif live is not None and _numbers(value) != _numbers(live[key]):
-            problems.append(f"{key!r} is {value.dtype}, but the model holds {live[key].dtype}")
-    if problems:
-        raise CheckpointError(
-            f"The state does not fit: {_listed(problems)}.",
-            "Load it into a model of the same architecture and options.",
-            mismatched=tuple(problems),
-        )
+    _refuse(problems)
+
+
+def check_shapes(given: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse tensors of other shapes."""
+    _refuse(
+        f"{key!r} has shape {tuple(value.shape)} instead of {shapes[key]}"
+        for key, value in given.items()
+        if tuple(value.shape) != shapes[key]
+    )
+
+
+def check_numbers(given: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
+    """Refuse conversions between complex, floating and integral numbers."""
+    _refuse(
+        f"{key!r} is {value.dtype}, but the model holds {live[key].dtype}"
+        for key, value in given.items()
+        if _numbers(value) != _numbers(live[key])
+    )
 
 
 def _numbers(tensor: torch.Tensor) -> str:
     if tensor.is_complex():
         return "complex"
     return "floating" if tensor.is_floating_point() else "integral"
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    if problems := tuple(problems):
+        raise CheckpointError(
+            f"The state does not fit: {_listed(problems)}.",
+            "Load it into a model of the same architecture and options.",
+            mismatched=problems,
+        )
 
 
 def fold_aliases(ledger: Ledger, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,8 +8,8 @@ import thunder_xform as tx
 from thunder_xform_lora import _adapter
 from thunder_xform_lora._targets import Target
 
-#: Operators that apply a weight matrix to their first argument, and the position of that weight. All else goes
-#: by the weights' names in the ledger, so an operator on packed weights needs an entry here and no more.
+#: Operators that apply a weight matrix to their first argument, and the position of that weight. All else
+#: goes by the weights' names in the ledger, so an operator on packed weights needs only an entry here.
 _WEIGHT_ARGUMENT = {"linear": 1}
 
 

@@ -14,8 +14,8 @@ from thunder_xform_lora.options import Options
 class LoRA(tx.Plugin[Options]):
     """Low-rank adapters on linear layers. All of the model's own parameters are frozen in the compiled model.
 
-    Adapters are initialized from torch's random state; plugins that distribute the model make them the same on
-    all ranks.
+    Adapters are initialized from torch's random state; plugins that distribute the model make them the same
+    on all ranks.
     """
 
     _targets: tuple[Target, ...]
@@ -72,8 +72,8 @@ class LoRA(tx.Plugin[Options]):
             if tied := tied_elsewhere(target, ctx):
                 path = target.modules[0]
                 raise tx.errors.CheckpointError(
-                    f"With its adapter, {path!r} no longer has the weight that it shares with {tied[0]!r}: the "
-                    f"plain model, where they are tied, cannot compute the same.",
+                    f"With its adapter, {path!r} no longer has the weight that it shares with {tied[0]!r}: "
+                    f"the plain model, where they are tied, cannot compute the same.",
                     f"Save kind='adapter', or train without this adapter: exclude_modules=[{path!r}].",
                 )
             a, b = map(state.pop, _adapter.names(target))

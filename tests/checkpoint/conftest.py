@@ -1,0 +1,1 @@
+import thunder_xform  # noqa: F401  Before Thunder.
