@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import thunder_xform as tx
+from thunder_xform.errors import VerificationError
 from thunder_xform.testing import pipeline_of
 
 import thunder  # isort: skip
@@ -14,6 +15,7 @@ calls = []
 
 def record(tensor, label):
     calls.append(label)
+    return tensor.clone()
 
 
 scale = tx.operator(
@@ -33,9 +35,9 @@ widen = tx.operator(
 )
 note = tx.operator(
     "test_operators_note",
-    meta=lambda t, label: None,
+    meta=lambda t, label: tx.tensor_like(t),
     fn=record,
-    backward=lambda inputs, outputs, gradients: (None, None),
+    backward=lambda inputs, outputs, gradients: (gradients[0], None),
     side_effects=True,
 )
 idle = tx.operator("test_operators_idle", meta=lambda t: tx.tensor_like(t), fn=lambda t: t.clone())
@@ -95,38 +97,45 @@ def test_several_outputs_of_other_shapes_and_dtypes():
 
 
 class Noted(tx.Plugin):
-    def __init__(self, operator, *extra):
+    """Calls an operator on the output of every linear, and lets the model read its result or not."""
+
+    def __init__(self, operator, *extra, used):
         super().__init__(None)
         self.operator = operator
         self.extra = extra
+        self.used = used
 
     @tx.hookimpl
     def before_autograd(self, computation):
         def replacement(operation, edit):
             result = operation.call()
-            self.operator(result, *self.extra)
-            return result
+            returned = self.operator(result, *self.extra)
+            return returned if self.used else result
 
         return computation.rewrite("linear", replacement)
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_an_operator_with_side_effects_stays_although_nothing_uses_it(trained):
+def test_an_operator_with_side_effects_runs_once_a_call(trained):
     model = nn.Linear(3, 3).requires_grad_(trained)
-    # Thunder moves into the backward whatever the outputs do not need; there, too, it stays.
-    compiled = thunder.jit(model, transforms=pipeline_of(noted=Noted(note, "here")))
+    compiled = thunder.jit(model, transforms=pipeline_of(noted=Noted(note, "here", used=True)))
     calls.clear()
     x = torch.randn(2, 3)
     for _ in range(2):
-        found = compiled(x)
-        torch.testing.assert_close(found, model(x))
-        if trained:
-            found.sum().backward()
+        torch.testing.assert_close(compiled(x), model(x))
     assert calls == ["here", "here"]
 
 
+def test_an_operator_with_side_effects_that_would_vanish_is_refused():
+    # Thunder's differentiation drops operators that lead to no output, whatever their tags say.
+    compiled = thunder.jit(nn.Linear(3, 3), transforms=pipeline_of(noted=Noted(note, "here", used=False)))
+    with pytest.raises(VerificationError, match=f"'{note.name}' has side effects, but nothing reads"):
+        compiled(torch.randn(2, 3))
+
+
 def test_an_operator_without_side_effects_goes_if_nothing_uses_it():
-    compiled = thunder.jit(nn.Linear(3, 3).requires_grad_(False), transforms=pipeline_of(noted=Noted(idle)))
+    noted = Noted(idle, used=False)
+    compiled = thunder.jit(nn.Linear(3, 3).requires_grad_(False), transforms=pipeline_of(noted=noted))
     compiled(torch.randn(2, 3))
     assert idle.name not in [b.sym.name for b in thunder.last_traces(compiled)[-1].bound_symbols]
 

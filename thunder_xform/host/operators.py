@@ -23,11 +23,14 @@ GradientRule = Callable[[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], Seq
 class Operator:
     """An operator that can be called while a trace is edited. Made by :func:`operator`."""
 
-    __slots__ = ("_symbol", "collective", "linear_weight", "name")
+    __slots__ = ("_symbol", "collective", "linear_weight", "name", "side_effects")
 
-    def __init__(self, name: str, symbol: Any, collective: bool, linear_weight: int | None) -> None:
+    def __init__(
+        self, name: str, symbol: Any, *, collective: bool, side_effects: bool, linear_weight: int | None
+    ) -> None:
         self.name = name
         self.collective = collective
+        self.side_effects = side_effects
         self.linear_weight = linear_weight
         self._symbol = symbol
 
@@ -58,9 +61,11 @@ def operator(
         meta: called with proxies, returns the output proxies (see :func:`tensor_like`), a single one or a tuple.
         fn: the implementation, called with tensors and whatever plain Python arguments the operator was given.
         backward: ``backward(inputs, outputs, output_gradients) -> input_gradients``, run while the trace is
-            differentiated, so it is written in operators. One entry for each input; ``None`` where there is no gradient.
+            differentiated, so it is written in operators. One entry for each input; ``None`` where there is no
+            gradient. Without it the operator cannot be differentiated.
         collective: the operator communicates between ranks. Inserting one counts as the effect ``trace.collectives``.
-        side_effects: keep the operator although nothing uses its outputs.
+        side_effects: in a gradient rule, keep the operator although nothing reads its outputs. Elsewhere something
+            must read them: Thunder drops what leads to no output when it differentiates a trace.
         linear_weight: for an operator that stands for ``torch.nn.functional.linear``: the position of the
             argument that holds the weight, however encoded. The first argument is the input. Other plugins find
             such calls through :attr:`Operation.linear_weight`.
@@ -76,7 +81,9 @@ def operator(
     symbol = _executor.register_operator(name, meta=meta, fn=fn, tags=tags)
     if backward is not None:
         register_grad(symbol, _gradient_transform(symbol, backward))
-    made = _operators[name] = Operator(name, symbol, collective, linear_weight)
+    made = _operators[name] = Operator(
+        name, symbol, collective=collective, side_effects=side_effects, linear_weight=linear_weight
+    )
     return made
 
 

@@ -23,6 +23,7 @@ def inconsistencies(
     yield from _arguments_agree(prologue, computation)
     yield from _proxies_are_produced_once(computation, "computation")
     yield from _proxies_are_produced_once(prologue, "prologue")
+    yield from _side_effects_survive(computation)
     yield from _checks_match(table, ledger)
 
 
@@ -76,6 +77,17 @@ def _proxies_are_produced_once(trace: TraceCtx, which: str) -> Iterator[str]:
             if output.name in produced and output.name not in consumed:
                 yield f"{output.name!r} is produced twice in the {which}, the second time by {bsym.sym.name!r}"
             produced[output.name] = _shape(output)
+
+
+def _side_effects_survive(computation: TraceCtx) -> Iterator[str]:
+    read = {a.name for b in computation.bound_symbols for a in b.flat_proxy_args}
+    for bsym in computation.bound_symbols:
+        operator = operator_of(bsym.sym)
+        if operator is not None and operator.side_effects and read.isdisjoint(o.name for o in bsym.flat_proxy_outs):
+            yield (
+                f"{bsym.sym.name!r} has side effects, but nothing reads what it returns, so it would vanish when the "
+                f"computation is differentiated"
+            )
 
 
 def _shape(proxy: Proxy) -> tuple[int, ...] | None:

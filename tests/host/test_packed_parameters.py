@@ -1,0 +1,134 @@
+"""What a plugin needs to hold a parameter in several tensors, and others to find the layer that it belongs to."""
+
+import pytest
+import torch
+from torch import nn
+
+import thunder_xform as tx
+
+import thunder  # isort: skip
+from thunder_xform.errors import PipelineError
+from thunder_xform.testing import assert_same_numerics, pipeline_of
+
+scale = tx.operator(
+    "test_packed_scale",
+    meta=lambda codes, factor: tx.tensor_like(codes, dtype=factor.dtype),
+    fn=lambda codes, factor: codes * factor,
+    backward=lambda inputs, outputs, gradients: [None, None],
+)
+scaled_linear = tx.operator(
+    "test_packed_linear",
+    meta=lambda x, codes, bias, factor: tx.tensor_like(x, shape=(*x.shape[:-1], codes.shape[0])),
+    fn=lambda x, codes, bias, factor: nn.functional.linear(x, codes * factor, bias),
+    linear_weight=1,
+)
+
+
+class Packed(tx.Plugin):
+    """Holds every matrix as integers and one factor; the models below have such weights."""
+
+    def __init__(self, *, fused=False, returned=1):
+        super().__init__(None)
+        self.fused = fused
+        self.returned = returned
+
+    @tx.hookimpl
+    def update_model_state(self, params):
+        for name in [name for name in params if len(params.version(name).shape) == 2]:
+            codes = params.tensor(name).detach().mul(4).to(torch.int8)
+            params.replace(name, codes, requires_grad=False, layout="quarters")
+            params.add(f"{name}.factor", torch.tensor(0.25), requires_grad=False)
+        self.names = tuple(name for name in params if f"{name}.factor" in params)
+
+    @tx.hookimpl
+    def before_autograd(self, computation):
+        computation = computation.restore(
+            [
+                ((name, f"{name}.factor"), lambda *tensors: (scale(*tensors),) + (None,) * self.returned)
+                for name in self.names
+            ],
+            recompute=True,
+        )
+        if not self.fused:
+            return computation
+        return computation.rewrite(lambda operation: operation.linear_weight in self.names, self.fuse)
+
+    def fuse(self, operation, edit):
+        x, _, bias = operation.args
+        name = operation.linear_weight
+        return scaled_linear(x, edit.stored(name), bias, edit.stored(f"{name}.factor"))
+
+
+class Doubled(tx.Plugin):
+    """Doubles what linear layers with a bias contribute, and adds the sum of their weight."""
+
+    @tx.hookimpl
+    def before_autograd(self, computation):
+        self.seen = [o.linear_weight for o in computation.operations() if o.linear_weight]
+        return computation.rewrite(
+            lambda operation: operation.linear_weight == "up.weight",
+            lambda operation, edit: operation.call() * 2 + tx.ops.sum(edit.parameter("up.weight")),
+        )
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 3, bias=False)
+        with torch.no_grad():
+            for weight in (self.up.weight, self.down.weight):
+                weight.copy_(torch.randint(-8, 8, weight.shape) / 4)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))) + self.down.weight.sum()
+
+
+class DoubledNet(Net):
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x) * 2 + self.up.weight.sum())) + self.down.weight.sum()
+
+
+def frozen(cls):
+    torch.manual_seed(3)
+    model = cls()
+    model.up.weight.requires_grad_(False)
+    model.down.weight.requires_grad_(False)
+    return model
+
+
+def test_values_are_restored_from_several_tensors_for_whoever_reads_them():
+    torch.manual_seed(1)
+    # The input's gradient flows through the restored weights, too.
+    x = torch.randn(5, 4)
+    model = assert_same_numerics(frozen(Net), (x,), pipeline_of(packed=Packed()), calls=2)
+    assert tx.handle(model).parameters["up.weight"].dtype == torch.int8
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_later_plugins_find_linear_layers_and_their_weights_whatever_stands_for_them(fused):
+    torch.manual_seed(1)
+    doubled = Doubled(None)
+    with torch.no_grad():
+        x = torch.randn(5, 4)
+        model = thunder.jit(frozen(Net), transforms=pipeline_of(packed=Packed(fused=fused), doubled=doubled))
+        torch.testing.assert_close(model(x), frozen(DoubledNet)(x), atol=1e-6, rtol=1e-5)
+    assert doubled.seen == ["up.weight", "down.weight"]
+
+
+@pytest.mark.parametrize(("returned", "message"), [(0, "1 tensors stand for"), (2, "3 tensors stand for")])
+def test_a_restoration_returns_one_tensor_or_none_for_each_name(returned, message):
+    with pytest.raises(PipelineError, match=message):
+        thunder.jit(frozen(Net), transforms=pipeline_of(packed=Packed(returned=returned)))(torch.randn(5, 4))
+
+
+class Spare(Packed):
+    @tx.hookimpl
+    def before_autograd(self, computation):
+        name = self.names[0]
+        return computation.restore([((name, f"{name}.factor"), lambda codes, factor: (scale(codes, factor), factor))])
+
+
+def test_a_name_that_the_trace_does_not_read_cannot_be_restored():
+    with pytest.raises(PipelineError, match=r"'up.weight.factor': the computation does not read it"):
+        thunder.jit(frozen(Net), transforms=pipeline_of(spare=Spare()))(torch.randn(5, 4))
