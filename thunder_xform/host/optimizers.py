@@ -27,6 +27,7 @@ class OptimizerCheck:
 
     def __init__(self, ledger: Ledger, live: Callable[[], Mapping[str, torch.nn.Parameter]]) -> None:
         self._live = live
+        self._plain = frozenset(name for name in ledger if ledger.original(name) is not None)
         self._replaced = {
             name: weakref.ref(original)
             for name in ledger
@@ -64,6 +65,39 @@ class OptimizerCheck:
             optimizer=optimizer,
             names=names,
         )
+
+    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer that was built from the plain model train the compiled one.
+
+        In each group, the plain model's parameters give way to those that the compiled model trains in their place;
+        frozen ones go. Parameters of other models stay.
+
+        Raises:
+            PipelineError: the optimizer has taken steps already, or plugins added parameters that it cannot know of.
+                Nothing is changed then.
+        """
+        live = self._live()
+        names = {id(p): name for name, ref in self._replaced.items() if (p := ref()) is not None}
+        held = set(_held(optimizer))
+        if held.isdisjoint(names):
+            return
+        kind = type(optimizer).__name__
+        if optimizer.state:
+            raise PipelineError(
+                f"{kind} was built from the plain model and has taken steps already.",
+                "Build a new optimizer from the parameters of the transformed model.",
+            )
+        added = [n for n, p in live.items() if p.requires_grad and n not in self._plain and id(p) not in held]
+        if added:
+            more = [f"{len(added) - _SHOWN} more"] if len(added) > _SHOWN else []
+            raise PipelineError(
+                f"{kind} was built from the plain model, which lacks {spell([*map(repr, added[:_SHOWN]), *more])}.",
+                "Build it from the parameters of the transformed model.",
+                names=tuple(added),
+            )
+        for group in optimizer.param_groups:
+            current = [live[names[id(p)]] if id(p) in names else p for p in group["params"]]
+            group["params"] = [p for p, old in zip(current, group["params"], strict=True) if p is old or p.requires_grad]
 
     def _mistaken(self) -> tuple[str, tuple[str, ...]] | None:
         """Class of an optimizer of the plain model and the names it holds; None if nothing is wrong."""

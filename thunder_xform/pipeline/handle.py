@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thunder_xform.checkpoint import IncompatibleKeys, Kind, export_state, import_state
+from thunder_xform.checkpoint import IncompatibleKeys, Kind, export_state, import_state, sharding
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.module import transforms_of
 from thunder_xform.host.transformed import session_of
@@ -117,6 +117,44 @@ class Handle:
             ParallelError: they fit here, but not on another rank.
         """
         return import_state(self._session, state, kind, strict)
+
+    def distributed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor shaped like the stored parameter ``name`` as a DTensor over the ranks that hold its other rows.
+
+        For code that re-shards or gathers parameters, gradients or moments of optimizers. The result shares the storage
+        of ``tensor``, and is ``tensor`` itself where every rank holds the whole.
+
+        Raises:
+            CheckpointError: ``tensor`` is not shaped like the stored one.
+        """
+        return sharding.distributed(self._session, name, tensor)
+
+    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer that was built from the plain model train this one; leave others as they are.
+
+        Raises:
+            PipelineError: it has taken steps already, or plugins added parameters that it cannot know of.
+        """
+        self._session.optimizers.rebind(optimizer)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` with whole tensors, on every rank. A collective where parameters are sharded.
+
+        Parameters are numbered as in torch: an optimizer of the plain model, built from the same parameters in the same
+        order, loads it.
+
+        Raises:
+            CheckpointError: the optimizer holds parameters of another model.
+        """
+        return sharding.export_optimizer(self._session, optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a state with whole tensors, from this or another number of ranks.
+
+        Raises:
+            CheckpointError: it belongs to other parameters.
+        """
+        sharding.import_optimizer(self._session, optimizer, state)
 
     def invalidate(self, reason: str) -> int:
         """Drop all compiled entries; the next call compiles. Returns how many there were."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from thunder.core.recipe import PluginPolicy
+
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.module import add_transforms, apply
 from thunder_xform.host.transformed import session_of
@@ -80,6 +82,21 @@ class Pipeline(list[Any]):
             )
         add_transforms(jitted, self)
         return jitted
+
+    # -- thunder.compile(model, plugins=[pipeline]): a pipeline is one of Thunder's own plugins ------------------------
+
+    #: a recipe's transforms come first: some rewrite prologues, and the guards go on top of what they leave
+    policy = PluginPolicy.POST
+
+    def setup_transforms(self) -> list[Any]:
+        """The transforms, for a recipe."""
+        return list(self)
+
+    def setup_lookasides(self) -> None:
+        """None, for a recipe."""
+
+    def setup_executors(self) -> None:
+        """None, for a recipe: operators carry their implementations."""
 
     def observe(self, *observers: object) -> Pipeline:
         """Register observers: objects whose ``@hookimpl(wrapper=True)`` methods surround every plugin's hooks."""

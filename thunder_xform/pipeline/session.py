@@ -37,6 +37,8 @@ class Session:
     #: the transformed model and its ledger, from the first plugin on
     module: ThunderModule
     ledger: Ledger
+    #: optimizers built from the plain model
+    optimizers: OptimizerCheck
     #: inputs of the trace under transformation, as the latest plugin left them
     table: InputTable
     #: proxies that stand for the model in the prologue under transformation; None if it is the model's own
@@ -147,7 +149,7 @@ class Session:
                 wanted = {"ctx": self.contexts[index]} if "ctx" in implementation.argnames else {}
                 keys.append((self.names[index], partial(implementation.function, **wanted)))
         self._keys = tuple(sorted(keys[1:], key=lambda k: self.names.index(k[0])) + keys[:1])
-        OptimizerCheck(self.ledger, self.parameters)
+        self.optimizers = OptimizerCheck(self.ledger, self.parameters)
         if self.ledger.release_requested:
             self.ledger.release_originals()
         self.statistics.add(statistics_of(self.module))

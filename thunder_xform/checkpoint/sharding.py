@@ -1,0 +1,170 @@
+"""Stored tensors as parts of whole ones, and optimizer state in whole tensors.
+
+A plugin that stores rows ``r/w`` of a tensor (in the words of the ledger's ``layout``) cuts as ``torch.chunk`` and
+DTensor's ``Shard(0)`` do. What is shaped like such a parameter, its gradient or an optimizer's moment, is cut the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from thunder_xform.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from thunder_xform.pipeline.session import Session
+
+
+def distributed(session: Session, name: str, local: torch.Tensor) -> torch.Tensor:
+    """``local``, shaped like the stored tensor ``name``, as a DTensor over the ranks that hold the other rows.
+
+    It shares the storage of ``local``, and is ``local`` itself where every rank holds the whole. A scalar counts as one
+    row: its DTensor has the shape ``(1,)``.
+
+    Raises:
+        CheckpointError: ``local`` has another shape.
+    """
+    found = _cut(session, name)
+    if found is None:
+        return local
+    mesh, shape = found
+    stored = tuple(session.ledger.tensor(name).shape)
+    if tuple(local.shape) != stored:
+        raise CheckpointError(
+            f"{name!r} is stored as {stored}, but the tensor given for it has the shape {tuple(local.shape)}.",
+            "Pass the parameter, its gradient, or a tensor made like them.",
+            name=name,
+        )
+    stride = torch.empty(shape, device="meta").stride()
+    made: torch.Tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return made
+
+
+def whole(session: Session, name: str, local: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of which ``local`` is this rank's part. A collective where other ranks hold the rest."""
+    made = distributed(session, name, local)
+    if not isinstance(made, DTensor):
+        return local
+    shape = _whole_shape(session, name)
+    return made.full_tensor().reshape(shape)
+
+
+def part(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
+    """The rows of the whole tensor ``value`` that this rank holds of ``name``, on the device of the stored tensor."""
+    found = _cut(session, name)
+    if found is None:
+        return value
+    mesh, shape = found
+    value = value.to(session.ledger.tensor(name).device).reshape(shape)
+    cut = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+    local: torch.Tensor = cut.to_local().clone()
+    return local
+
+
+def _cut(session: Session, name: str) -> tuple[DeviceMesh, torch.Size] | None:
+    """The ranks that share the tensor, and its whole shape with scalars as one row; None if it is not cut."""
+    if (stage := _cutter(session, name)) is None:
+        return None
+    (group,) = session.plugins[stage].process_groups()
+    mesh = DeviceMesh.from_group(group, session.ledger.latest(name).device.type)
+    return mesh, torch.Size(_whole_shape(session, name) or (1,))
+
+
+def _cutter(session: Session, name: str) -> int | None:
+    """Position of the plugin that cut the tensor."""
+    layout = session.ledger.latest(name).layout
+    if not layout.startswith("rows "):
+        return None
+    stages = range(len(session.plugins))
+    return next(i for i in stages if (found := session.ledger.at(name, i)) is not None and found.layout == layout)
+
+
+def _whole_shape(session: Session, name: str) -> tuple[int, ...]:
+    """Shape of the stored tensor before it was cut."""
+    stage = _cutter(session, name)
+    version = session.ledger.latest(name) if stage is None else session.ledger.at(name, stage - 1)
+    assert version is not None
+    return version.stored_shape
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def export_optimizer(session: Session, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with whole tensors. A collective where parameters are cut.
+
+    Its parameters are numbered as torch numbers them: an optimizer of the plain model, built from the same parameters
+    in the same order, loads it.
+    """
+    return _mapped(session, optimizer, optimizer.state_dict(), whole)
+
+
+def import_optimizer(session: Session, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what :func:`export_optimizer` returned, in this or another number of ranks.
+
+    Raises:
+        CheckpointError: a tensor has neither the shape of its parameter nor that of a scalar.
+    """
+    optimizer.load_state_dict(_mapped(session, optimizer, state, _checked_part))
+
+
+def _checked_part(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
+    if _cut(session, name) is not None and tuple(value.shape) != _whole_shape(session, name):
+        raise CheckpointError(
+            f"The optimizer's state has a tensor of shape {tuple(value.shape)} for {name!r}, which is "
+            f"{_whole_shape(session, name)}.",
+            "Load the state of an optimizer of this model, saved whole.",
+            name=name,
+        )
+    return part(session, name, value)
+
+
+def _mapped(
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    convert: Callable[[Session, str, torch.Tensor], torch.Tensor],
+) -> dict[str, Any]:
+    names = parameter_names(session, optimizer)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if len(numbers) != len(names):
+        raise CheckpointError(
+            f"The state is that of {len(numbers)} parameters, but the optimizer has {len(names)}.",
+            "Load the state of an optimizer of the same parameters.",
+        )
+    by_number = dict(zip(numbers, names, strict=True))
+    mapped = {
+        number: {
+            slot: convert(session, by_number[number], value) if shaped(value) else value
+            for slot, value in slots.items()
+        }
+        for number, slots in state["state"].items()
+    }
+    return {**state, "state": mapped}
+
+
+def shaped(value: Any) -> bool:
+    """Whether a slot of an optimizer's state is shaped like its parameter, rather than a count or a flag."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def parameter_names(session: Session, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the parameters of ``optimizer``, in the order in which torch numbers them.
+
+    Raises:
+        CheckpointError: one is not the model's.
+    """
+    known = {id(p): name for name, p in session.parameters().items()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in held:
+        if id(parameter) not in known:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not one of "
+                f"the {len(known)} of the transformed model.",
+                "Build the optimizer from the parameters of one transformed model.",
+            )
+    return [known[id(parameter)] for parameter in held]
