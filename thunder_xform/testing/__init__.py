@@ -2,7 +2,7 @@
 
 Plain functions and fixtures; nothing registers itself with pytest. Import fixtures into a ``conftest.py``::
 
-    from thunder_xform.testing.fixtures import ranks
+    from thunder_xform.testing.fixtures import ranks, sealed_registry
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from thunder_xform.testing.numerics import assert_same_numerics
     from thunder_xform.testing.pipelines import pipeline_of
     from thunder_xform.testing.ranks import RankPool, RanksFailed, run_ranks
+    from thunder_xform.testing.states import assert_state_laws
 
 # Lazy, so that the processes of a RankPool decide themselves what they import.
 _HOMES = {
     "RankPool": "ranks",
     "RanksFailed": "ranks",
     "assert_same_numerics": "numerics",
+    "assert_state_laws": "states",
     "pipeline_of": "pipelines",
     "run_ranks": "ranks",
 }
 
-__all__ = ["RankPool", "RanksFailed", "assert_same_numerics", "pipeline_of", "run_ranks"]
+__all__ = ["RankPool", "RanksFailed", "assert_same_numerics", "assert_state_laws", "pipeline_of", "run_ranks"]
 
 
 def __getattr__(name: str) -> Any:
