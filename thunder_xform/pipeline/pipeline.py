@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from thunder.core.recipe import PluginPolicy
-
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.module import add_transforms, apply
 from thunder_xform.host.transformed import session_of
+from thunder_xform.host.types import PluginPolicy
 from thunder_xform.pipeline.session import Session
 from thunder_xform.pipeline.stage import Stage
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 import torch
-from thunder.core.module import ThunderModule
 
 from thunder_xform import hookspecs
 from thunder_xform.errors import PipelineError, VerificationError, XformError
@@ -22,6 +21,7 @@ from thunder_xform.host.ledger import Ledger, Version
 from thunder_xform.host.module import drop_entries, statistics_of
 from thunder_xform.host.optimizers import OptimizerCheck
 from thunder_xform.host.parameters import Parameters
+from thunder_xform.host.types import ThunderModule
 from thunder_xform.parallel.agreement import agree_on, together
 from thunder_xform.pipeline.context import Context
 from thunder_xform.pipeline.events import CompileEvent, reasons

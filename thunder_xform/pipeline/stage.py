@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from thunder.core.module import ThunderModule
-from thunder.core.trace import TraceCtx, TraceProvenance
-from thunder.core.transform_common import Transform
-
 from thunder_xform.errors import PipelineError
 from thunder_xform.host import functions, verify
 from thunder_xform.host.computation import Computation
@@ -17,6 +13,7 @@ from thunder_xform.host.inputs import InputTable, derive_prologue, read_inputs
 from thunder_xform.host.module import apply
 from thunder_xform.host.prologue import Prologue
 from thunder_xform.host.schedule import Schedule
+from thunder_xform.host.types import ThunderModule, TraceCtx, TraceProvenance, Transform
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline.session import Session
