@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import thunder
 import torch
 from torch import nn
 
 import thunder_xform as tx
+from thunder_xform.testing import pipeline_of
 
 
 class Net(nn.Module):
@@ -72,12 +74,18 @@ def test_same_outputs_without_gradients(jit):
     torch.testing.assert_close(without, compiled(x), atol=0, rtol=0)
 
 
-def test_u23_undeclared_effects_would_be_caught():
-    """The verifier is on in these tests, and the plugin's declarations are no wider than what it does."""
-    pipeline = tx.registry.resolve("lora(r=2)")
-    writes = pipeline.resolution.steps[0].manifest.effects.writes
-    assert sorted(writes) == ["params.requires_grad", "params.set", "trace.compute"]
-    compiled = thunder.jit(Net(), transforms=pipeline).eval()
-    compiled(torch.randn(5, 4))
-    trace = str(thunder.last_traces(compiled)[-1])
-    assert "first_lora_A_default_weight" in trace
+EFFECTS = ("params.set", "params.requires_grad", "trace.compute")
+
+
+def test_declared_effects():
+    (step,) = tx.registry.plan("lora").steps
+    assert sorted(step.manifest.effects.writes) == sorted(EFFECTS)
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_no_declared_effect_is_too_much(effect):
+    """The verifier objects where any one of them is left out."""
+    plugin = tx.registry.resolve("lora(r=2)").plugin("lora")
+    pipeline = pipeline_of(lora=plugin, _writes=[other for other in EFFECTS if other != effect])
+    with pytest.raises(tx.errors.VerificationError, match=f"is the effect '{effect}'"):
+        thunder.jit(Net(), transforms=pipeline)(torch.randn(5, 4))

@@ -8,10 +8,6 @@ import thunder_xform as tx
 from thunder_xform_lora import _adapter
 from thunder_xform_lora._targets import Target
 
-#: Operators that apply a weight matrix to their first argument, and the position of that weight. All else
-#: goes by the weights' names in the ledger, so an operator on packed weights needs only an entry here.
-_WEIGHT_ARGUMENT = {"linear": 1}
-
 
 def apply_adapters(
     computation: tx.Computation, targets: Iterable[Target], scaling: float, dropout: Callable[[Target], float]
@@ -27,10 +23,7 @@ def apply_adapters(
     by_weight = {target.weight: target for target in targets}
 
     def adapted(operation: tx.Operation, edit: tx.Edit) -> object:
-        weight = operation.parameter(_WEIGHT_ARGUMENT[operation.name])
-        target = by_weight.get(weight) if weight else None
-        if target is None:
-            return None
+        target = by_weight[str(operation.linear_weight)]
         a, b = map(edit.parameter, _adapter.names(target))
         result = operation.call()
         # The order of operations and the dtypes are PEFT's.
@@ -40,13 +33,10 @@ def apply_adapters(
         delta = tx.ops.linear(tx.ops.linear(x, a), b) * scaling
         return tx.ops.to(result + delta, result.dtype)
 
-    for name in _WEIGHT_ARGUMENT:
-        computation = computation.rewrite(name, adapted)
-    return computation
+    return computation.rewrite(lambda operation: operation.linear_weight in by_weight, adapted)
 
 
 def applied_weights(computation: tx.Computation) -> frozenset[str]:
     """Names of the parameters that an operator of the trace applies as a weight matrix."""
-    applications = (o for o in computation.operations() if o.name in _WEIGHT_ARGUMENT)
-    names = (o.parameter(_WEIGHT_ARGUMENT[o.name]) for o in applications)
+    names = (operation.linear_weight for operation in computation.operations())
     return frozenset(name for name in names if name is not None)
