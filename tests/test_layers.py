@@ -90,7 +90,7 @@ def test_the_registry_imports_no_torch_even_inside_functions() -> None:
 @pytest.mark.skipif(not PLUGINS.exists(), reason="the plugins' sources are not beside the tests")
 def test_plugins_use_the_public_surface_only() -> None:
     public = set(thunder_xform.__all__) | {"testing"}
-    sources = [p for p in PLUGINS.glob("*/thunder_xform_*/**/*.py")]
+    sources = list(PLUGINS.glob("*/thunder_xform_*/**/*.py"))
     assert sources
     for source in sources:
         for name, _ in _imports(ast.parse(source.read_text())):

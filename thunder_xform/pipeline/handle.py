@@ -176,8 +176,8 @@ def handle(model: Any) -> Handle:
     """The handle of a transformed model.
 
     Args:
-        model: what ``thunder.jit(model, transforms=pipeline)`` returned; the pipeline itself, once it transforms a model; or
-            a jitted function that contains one transformed model.
+        model: what ``thunder.jit(model, transforms=pipeline)`` returned; the pipeline itself, once it transforms a
+            model; or a jitted function that contains one transformed model.
 
     Raises:
         PipelineError: there is no transformed model, or a function contains several.

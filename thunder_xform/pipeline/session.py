@@ -104,7 +104,9 @@ class Session:
     def plugin(self, name: str) -> Any:
         """The plugin instance of that name."""
         if name not in self.names:
-            raise PipelineError(f"The pipeline {' -> '.join(self.names)} has no plugin {name!r}.", "Use one of its names.")
+            raise PipelineError(
+                f"The pipeline {' -> '.join(self.names)} has no plugin {name!r}.", "Use one of its names."
+            )
         return self.plugins[self.names.index(name)]
 
     def implements(self, index: int, hook: str) -> bool:

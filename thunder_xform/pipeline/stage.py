@@ -62,8 +62,9 @@ class Stage(Transform):
         session = self.session
         names = " -> ".join(session.names)
         if 0 < session.attached < len(session.plugins):
+            applied = ", ".join(session.names[: session.attached])
             raise PipelineError(
-                f"Only {', '.join(session.names[: session.attached])} of the pipeline {names} was applied to the model.",
+                f"Only {applied} of the pipeline {names} was applied to the model.",
                 "Pass the pipeline to thunder.jit as it is, without reordering or slicing it.",
             )
         if session.attached and functions.compiles(session.module):
