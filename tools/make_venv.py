@@ -52,7 +52,7 @@ def main() -> None:
         wheels = sorted(Path(folder).glob("*.whl"))
         if resolve:
             # One resolution over everything, so that no requirement is seen without torch's pin.
-            pip("install", "-c", CONSTRAINTS, *(f"{wheel}[{extra(wheel)}]" for wheel in wheels))
+            pip("install", "-c", CONSTRAINTS, "--find-links", folder, *map(requirement, wheels))
         pip("install", "--no-deps", "--force-reinstall", *wheels)  # pip skips a wheel of a version it has
     pip("check")
     record(wanted)
@@ -78,9 +78,13 @@ def digest(paths: list[Path], salt: str = "") -> str:
     return state.hexdigest()
 
 
-def extra(wheel: Path) -> str:
-    """`dev` of the core brings the tools and the demo's needs, `test` of a plugin what its tests need."""
-    return "dev" if wheel.name.startswith("thunder_xform-") else "test"
+def requirement(wheel: Path) -> str:
+    """By name, because plugins ask for extras of each other, which pip does not look for in a wheel given as a file.
+
+    The core's `dev` brings the tools and the demo's needs, a plugin's `test` what its tests need.
+    """
+    name, version, *_ = wheel.name.split("-")
+    return f"{name}[{'dev' if name == 'thunder_xform' else 'test'}]=={version}"
 
 
 def read_stamp() -> dict[str, Any]:
