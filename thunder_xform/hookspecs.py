@@ -69,11 +69,15 @@ class Hooks:
 
     @hookspec(firstresult=True)
     def export_state(self, state: dict[str, torch.Tensor], ctx: Context) -> dict[str, torch.Tensor] | None:
-        """Map names and values towards the plain model's, for ``ctx.state_kind``. Runs in reverse pipeline order."""
+        """Map names and values towards the plain model's, for ``ctx.state_kind``.
+
+        Plugins that change the layout of parameters come first, so that the others meet dense tensors as the model's
+        operators see them; each of the two in reverse pipeline order.
+        """
 
     @hookspec(firstresult=True)
     def import_state(self, state: dict[str, torch.Tensor], ctx: Context) -> dict[str, torch.Tensor] | None:
-        """Map names and values from the plain model's. Runs in pipeline order."""
+        """Map names and values from the plain model's. Runs in the reverse of the order of ``export_state``."""
 
     @hookspec(firstresult=True)
     def gradient_norm(self, parameters: list[torch.nn.Parameter], norm_type: float, ctx: Context) -> Any:

@@ -216,6 +216,11 @@ class Computation:
         return Computation(editor.walk(visit), editor.table)
 
 
+def _check_count(old: Sequence[Any], new: Sequence[Any], what: str) -> None:
+    if len(old) != len(new):
+        raise PipelineError(f"{len(new)} tensors stand for {what}, which is {len(old)}.", "Return one for each.")
+
+
 def _unread(*names: str) -> PipelineError:
     return PipelineError(
         f"Cannot restore {', '.join(map(repr, names))}: the computation does not read it.",
@@ -254,12 +259,9 @@ class _Editor:
     def emit(self, bsyms: Iterable[BoundSymbol]) -> None:
         self._emitted.extend(bsyms)
 
-    def substitute(
-        self, old: Sequence[Proxy], new: Sequence[Any], what: str, *, same_dtype: bool = True
-    ) -> None:
+    def substitute(self, old: Sequence[Proxy], new: Sequence[Any], what: str, *, same_dtype: bool = True) -> None:
         """Let every later use of ``old`` read ``new``."""
-        if len(old) != len(new):
-            raise PipelineError(f"{len(new)} tensors stand for {what}, which is {len(old)}.", "Return one for each.")
+        _check_count(old, new, what)
         for before, after in zip(old, new, strict=True):
             if not isinstance(after, TensorProxy) or not isinstance(before, TensorProxy):
                 raise PipelineError(f"{after!r} stands for a tensor in {what}.", "Return tensors of the trace.")
@@ -272,9 +274,7 @@ class _Editor:
             if before is not after:
                 self._swaps[variableify(before)] = after
 
-    def restore(
-        self, names: Sequence[str], used: Mapping[str, TensorProxy], fn: Restore, recompute: bool
-    ) -> None:
+    def restore(self, names: Sequence[str], used: Mapping[str, TensorProxy], fn: Restore, recompute: bool) -> None:
         """Insert ``fn`` on the stored tensors of ``names``; what read the inputs ``used`` reads its outputs."""
         stored = [self.table.stored(name, self.trace) for name in names]
         result, inserted = self.run(lambda: fn(*stored))
@@ -283,17 +283,15 @@ class _Editor:
                 for output in bsym.flat_proxy_outs:
                     output.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
         self.emit(inserted)
-        outputs = list(sequencify(result))
-        if len(outputs) == len(names):
-            spare = [n for n, o in zip(names, outputs, strict=True) if n not in used and o is not None]
-            if spare:
-                raise _unread(*spare)
-            outputs = [o for n, o in zip(names, outputs, strict=True) if n in used]
-        what = f"the restored {', '.join(map(repr, used))}"
-        self.substitute(list(used.values()), outputs, what, same_dtype=False)
-        for (name, before), after in zip(used.items(), outputs, strict=True):
+        what = f"the restored {', '.join(map(repr, names))}"
+        _check_count(names, sequencify(result), what)
+        values = {name: value for name, value in zip(names, sequencify(result), strict=True) if value is not None}
+        if spare := [name for name in values if name not in used]:
+            raise _unread(*spare)
+        self.substitute(list(used.values()), [values.get(name) for name in used], what, same_dtype=False)
+        for name, before in used.items():
             if self.table.current(name) is before:
-                self.table.set_value(name, after)
+                self.table.set_value(name, values[name])
 
     def walk(self, visit: Callable[[BoundSymbol, _Editor], bool]) -> TraceCtx:
         with tracectx(self.trace):

@@ -1,0 +1,1 @@
+"""thunder-xform's ``qlora`` bundle: data only, see ``manifest.toml``."""
