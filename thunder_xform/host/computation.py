@@ -300,9 +300,15 @@ class _Editor:
                     continue
                 if bsym.sym.id == _RETURN:
                     visit(bsym, self)
-                    output = bsym.from_bsym_swap_proxies(self._swaps, skip_output=True).args[0]["output"]
-                    last = bsym.from_bsym(args=({**bsym.args[0], "output": output},))
+                    swapped = bsym.from_bsym_swap_proxies(self._swaps, skip_output=True).args[0]
+                    taken = {a.name for a in self._source.args}
+                    # Arguments stay arguments, whatever stands for them in operators.
+                    now = [
+                        before if before.name in taken else after
+                        for before, after in zip(bsym.args[0]["flat_args"], swapped["flat_args"], strict=True)
+                    ]
+                    last = bsym.from_bsym(args=({**swapped, "flat_args": now},))
                     continue
                 if not visit(bsym.from_bsym_swap_proxies(self._swaps, skip_output=True), self):
                     self._emitted.append(bsym.from_bsym_swap_proxies(self._swaps, skip_output=True))
-            return self.table.close(self.trace, self._emitted, last)
+            return self.table.close(self.trace, self._emitted, last, self._source.args)

@@ -138,12 +138,20 @@ class InputTable:
         """What the ledger says of each input."""
         return {name: self._version(name) for name in self._stored}
 
-    def close(self, trace: TraceCtx, body: Sequence[BoundSymbol], last: BoundSymbol) -> TraceCtx:
-        """Write arguments, unpacking and flat_args of ``trace`` around ``body`` and its return ``last``."""
+    def close(
+        self, trace: TraceCtx, body: Sequence[BoundSymbol], last: BoundSymbol, taken: Sequence[Any]
+    ) -> TraceCtx:
+        """Write arguments, unpacking and flat_args of ``trace`` around ``body`` and its return ``last``.
+
+        ``last`` comes from a trace with the arguments ``taken``. Where its flat_args name another proxy for one,
+        the model updates that argument in place; it is by this reference alone that Thunder keeps the update.
+        """
         arguments = self.arguments
+        flat_args = last.args[0]["flat_args"]
+        updated = {a.name: now for a, now in zip(taken, flat_args, strict=True) if now.name != a.name}
         with tracectx(trace):
             unpack = [prims.unpack_trivial.bind(a, output=a, name=a.name) for a in arguments]
-        last = last.from_bsym(args=({**last.args[0], "flat_args": list(arguments)},))
+        last = last.from_bsym(args=({**last.args[0], "flat_args": [updated.get(a.name, a) for a in arguments]},))
         trace.bound_symbols = [*unpack, *body, last]
         trace.scopes = [trace.bound_symbols]
         trace.args = arguments
@@ -172,7 +180,7 @@ class InputTable:
         if not swaps:
             return trace, table
         body = [b.from_bsym_swap_proxies(swaps) for b in trace.bound_symbols if b.sym.id != _UNPACK]
-        return table.close(new, body[:-1], body[-1]), table
+        return table.close(new, body[:-1], body[-1], trace.args), table
 
 
 def matches(proxy: TensorProxy, version: Version) -> bool:
@@ -214,7 +222,7 @@ def read_inputs(
             stored[name] = argument
     table = InputTable(ledger, MODEL_STAGE, MODEL, stored, dict(stored), tuple(others), roots)
     body = [b.from_bsym_swap_proxies(swaps) for b in computation.bound_symbols if b.sym.id != _UNPACK]
-    return table.close(from_trace(computation), body[:-1], body[-1]), table
+    return table.close(from_trace(computation), body[:-1], body[-1], computation.args), table
 
 
 def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx, ledger: Ledger) -> TraceCtx:
