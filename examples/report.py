@@ -44,6 +44,7 @@ class Progress:
             progress.TimeElapsedColumn(),
             console=console,
         )
+        self._after_first = 0.0
         self._task = self._bar.add_task(curve.name, total=steps, state="compiling")
 
     def __enter__(self) -> Self:

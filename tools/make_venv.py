@@ -27,7 +27,7 @@ def main() -> None:
         )
     started = time.monotonic()
     projects = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
-    wanted = {
+    wanted: dict[str, Any] = {
         "python": sys.version,
         "requirements": digest([CONSTRAINTS, *(project / "pyproject.toml" for project in projects)]),
         "wheels": {key(project): digest(sources(project)) for project in projects},
