@@ -4,7 +4,7 @@
 # Both set up .venv first. Variables: PYTHON (3.11 or newer), PYTEST_ARGS, DEMO_ARGS.
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadfile
 BIN := .venv/bin
 
 .DEFAULT_GOAL := test
@@ -21,7 +21,7 @@ lint: setup
 	$(BIN)/mypy
 
 # PYTHONSAFEPATH keeps the checkout off sys.path, here and in the processes that the tests start, so that the
-# installed wheels are tested. Two pytest workers each start groups of processes: one thread for each.
+# installed wheels are tested. Two workers, one file at a time, each with groups of processes: one thread for each.
 test: lint
 	PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
