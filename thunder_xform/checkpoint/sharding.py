@@ -54,11 +54,21 @@ def whole(session: Session, name: str, local: torch.Tensor) -> torch.Tensor:
 
 
 def part(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
-    """The rows of the whole tensor ``value`` that this rank holds of ``name``, on the device of the stored tensor."""
+    """The rows of the whole tensor ``value`` that this rank holds of ``name``, on the device of the stored tensor.
+
+    Raises:
+        CheckpointError: ``value`` has another shape than the whole tensor.
+    """
     found = _cut(session, name)
     if found is None:
         return value
     mesh, shape = found
+    if tuple(value.shape) != _whole_shape(session, name):
+        raise CheckpointError(
+            f"{name!r} has the shape {_whole_shape(session, name)}, but the tensor given for it {tuple(value.shape)}.",
+            "Pass whole tensors, as they are in a full state.",
+            name=name,
+        )
     value = value.to(session.ledger.tensor(name).device).reshape(shape)
     cut = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
     local: torch.Tensor = cut.to_local().clone()
@@ -94,33 +104,16 @@ def _whole_shape(session: Session, name: str) -> tuple[int, ...]:
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def export_optimizer(session: Session, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole tensors. A collective where parameters are cut.
+def whole_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """Let ``optimizer.state_dict()`` give whole tensors, a collective where parameters are cut, and
+    ``load_state_dict`` take them, in this or another number of ranks.
 
-    Its parameters are numbered as torch numbers them: an optimizer of the plain model, built from the same parameters
-    in the same order, loads it.
+    Parameters keep torch's numbers: an optimizer of the plain model, built from the same parameters in the same order,
+    loads the state.
     """
-    return _mapped(session, optimizer, optimizer.state_dict(), whole)
-
-
-def import_optimizer(session: Session, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what :func:`export_optimizer` returned, in this or another number of ranks.
-
-    Raises:
-        CheckpointError: a tensor has neither the shape of its parameter nor that of a scalar.
-    """
-    optimizer.load_state_dict(_mapped(session, optimizer, state, _checked_part))
-
-
-def _checked_part(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
-    if _cut(session, name) is not None and tuple(value.shape) != _whole_shape(session, name):
-        raise CheckpointError(
-            f"The optimizer's state has a tensor of shape {tuple(value.shape)} for {name!r}, which is "
-            f"{_whole_shape(session, name)}.",
-            "Load the state of an optimizer of this model, saved whole.",
-            name=name,
-        )
-    return part(session, name, value)
+    parameter_names(session, optimizer)
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: _mapped(session, optimizer, state, whole))
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: _mapped(session, optimizer, state, part))
 
 
 def _mapped(

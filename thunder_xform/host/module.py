@@ -39,6 +39,10 @@ def add_transforms(module: Any, stages: Sequence[Any]) -> None:
             "The model was compiled with transforms= given as a tuple, which cannot grow.",
             "Pass a list to thunder.jit.",
         )
+    if not module._lc_transforms:
+        # Moving or converting a jitted module gives the user's module other buffers than Thunder noted down.
+        module._overrides_parameters = dict(module._model.named_parameters())
+        module._overrides_buffers = dict(module._model.named_buffers())
     for stage in stages:
         stage.transform_module(module)
         module._lc_transforms.append(stage)

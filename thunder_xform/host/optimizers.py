@@ -66,6 +66,12 @@ class OptimizerCheck:
             names=names,
         )
 
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer holds parameters of the compiled model or of the plain one."""
+        replaced = {id(p) for ref in self._replaced.values() if (p := ref()) is not None}
+        live = {id(p) for p in self._live().values()}
+        return not (replaced | live).isdisjoint(_held(optimizer))
+
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer that was built from the plain model train the compiled one.
 
@@ -96,8 +102,8 @@ class OptimizerCheck:
                 names=tuple(added),
             )
         for group in optimizer.param_groups:
-            current = [live[names[id(p)]] if id(p) in names else p for p in group["params"]]
-            group["params"] = [p for p, old in zip(current, group["params"], strict=True) if p is old or p.requires_grad]
+            found = [(p, live[names[id(p)]] if id(p) in names else p) for p in group["params"]]
+            group["params"] = [new for old, new in found if new is old or new.requires_grad]
 
     def _mistaken(self) -> tuple[str, tuple[str, ...]] | None:
         """Class of an optimizer of the plain model and the names it holds; None if nothing is wrong."""

@@ -129,32 +129,25 @@ class Handle:
         """
         return sharding.distributed(self._session, name, tensor)
 
-    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer that was built from the plain model train this one; leave others as they are.
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer was built from parameters of this model, or of the plain model that it replaces."""
+        return self._session.optimizers.knows(optimizer)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer this model's.
+
+        If it was built from the plain model, it trains this one from now on: its parameters give way to those that the
+        compiled model trains in their place, and frozen ones go. Its ``state_dict()`` gives whole tensors, which is a
+        collective where parameters are sharded, and ``load_state_dict`` takes them, on any number of ranks; parameters
+        keep torch's numbers, so that an optimizer of the plain model loads the state.
 
         Raises:
-            PipelineError: it has taken steps already, or plugins added parameters that it cannot know of.
+            PipelineError: it was built from the plain model, and has taken steps already or plugins added parameters
+                that it cannot know of.
+            CheckpointError: it holds parameters of another model.
         """
         self._session.optimizers.rebind(optimizer)
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with whole tensors, on every rank. A collective where parameters are sharded.
-
-        Parameters are numbered as in torch: an optimizer of the plain model, built from the same parameters in the same
-        order, loads it.
-
-        Raises:
-            CheckpointError: the optimizer holds parameters of another model.
-        """
-        return sharding.export_optimizer(self._session, optimizer)
-
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a state with whole tensors, from this or another number of ranks.
-
-        Raises:
-            CheckpointError: it belongs to other parameters.
-        """
-        sharding.import_optimizer(self._session, optimizer, state)
+        sharding.whole_states(self._session, optimizer)
 
     def invalidate(self, reason: str) -> int:
         """Drop all compiled entries; the next call compiles. Returns how many there were."""
