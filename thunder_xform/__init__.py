@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from thunder_xform import checkpoint, errors, parallel, registry
     from thunder_xform.hookspecs import hookimpl
-    from thunder_xform.host.computation import Computation, Edit, Operation
+    from thunder_xform.host.computation import Computation
+    from thunder_xform.host.editor import Edit
+    from thunder_xform.host.operation import Operation
     from thunder_xform.host.operators import Operator, operator, tensor_like
     from thunder_xform.host.parameters import Parameters
     from thunder_xform.host.prologue import Prologue
@@ -34,9 +36,9 @@ _HOMES = {
     "CompileEvent": "thunder_xform.pipeline",
     "Computation": "thunder_xform.host.computation",
     "Context": "thunder_xform.pipeline",
-    "Edit": "thunder_xform.host.computation",
+    "Edit": "thunder_xform.host.editor",
     "Handle": "thunder_xform.pipeline",
-    "Operation": "thunder_xform.host.computation",
+    "Operation": "thunder_xform.host.operation",
     "Operator": "thunder_xform.host.operators",
     "Parameters": "thunder_xform.host.parameters",
     "Pipeline": "thunder_xform.pipeline",

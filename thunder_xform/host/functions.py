@@ -99,7 +99,7 @@ def module_roots(prologue: TraceCtx) -> dict[str, torch.nn.Module]:
 
 
 def _call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the jitted call being compiled. Transforms get traces only, so the frame of Thunder's call is asked."""
+    """Arguments of the jitted call being compiled, from Thunder's frame: transforms are given traces only."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == _CALL and "args" in frame.f_locals:

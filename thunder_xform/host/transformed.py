@@ -25,7 +25,7 @@ _Module = torch.nn.Module
 
 @make_opaque
 def _inside_another_function(module: TransformedModule) -> bool:
-    """Whether a jitted function that contains ``module`` is being traced; its compilation then adopts the transforms."""
+    """Whether a jitted function that contains ``module`` is being traced, which then adopts its transforms."""
     return adopt(module, session_of(module))
 
 

@@ -1,0 +1,64 @@
+"""One operator call of a trace, as plugins see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+
+from thunder_xform.host.inputs import InputTable
+from thunder_xform.host.operators import Operator, operator_of
+
+#: Position of the weight among the arguments of Thunder's own operators.
+_LINEAR_WEIGHT = {"linear": 1}
+
+
+class Operation:
+    """One operator call in the trace.
+
+    Attributes:
+        name: the operator's name, for example ``"linear"``.
+        args: its arguments, proxies where they are tensors; normalized to the operator's positional signature.
+        kwargs: keyword-only arguments.
+    """
+
+    __slots__ = ("_bsym", "_table", "args", "kwargs", "name")
+
+    def __init__(self, bsym: BoundSymbol, table: InputTable) -> None:
+        self._bsym = bsym
+        self._table = table
+        self.name: str = bsym.sym.name
+        self.args: tuple[Any, ...] = bsym.args
+        self.kwargs: Mapping[str, Any] = bsym.kwargs
+
+    @property
+    def output(self) -> Any:
+        """The proxy, or tuple of proxies, that the call produces."""
+        return self._bsym.output
+
+    @property
+    def operator(self) -> Operator | None:
+        """The project operator called here, or None for one of Thunder's."""
+        return operator_of(self._bsym.sym)
+
+    @property
+    def linear_weight(self) -> str | None:
+        """Name of the parameter that this call applies as the weight of a linear layer, or None.
+
+        So for ``torch.nn.functional.linear`` and for what plugins put in its place. The layer's input, of
+        shape (..., in_features), is the first argument; the output has the shape (..., out_features).
+        """
+        known = self.operator
+        index = _LINEAR_WEIGHT.get(self.name) if known is None else known.linear_weight
+        return None if index is None else self.parameter(index)
+
+    def parameter(self, index: int) -> str | None:
+        """Name of the parameter passed as argument ``index``, or None if that is not one."""
+        argument = self.args[index] if index < len(self.args) else None
+        return self._table.name_of(argument) if isinstance(argument, TensorProxy) else None
+
+    def call(self, *args: Any) -> Any:
+        """Call the same operator again inside an edit; with other positional arguments if given."""
+        return self._bsym.sym(*(args or self.args), **self.kwargs)
