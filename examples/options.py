@@ -32,9 +32,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
     def add(name: str, default: object, help: str) -> None:
         kind = _positive if isinstance(default, int) else type(default)
-        parser.add_argument(
-            f"--{name}", metavar="N", type=kind, default=default, help=f"{help} (default: {default})"
-        )
+        parser.add_argument(f"--{name}", metavar="N", type=kind, default=default, help=f"{help} (default: {default})")
 
     parser.add_argument("--text", metavar="FILE", help="train on this, not the standard library's sources")
     parser.add_argument("--finetune-text", metavar="FILE", help="fine-tune on this, not Python's help topics")

@@ -79,9 +79,7 @@ def save(curves: list[Curve], folder: Path) -> None:
 def table(curves: list[Curve]) -> Table:
     result = Table(title="Validation loss in nats per byte", show_edge=False)
     for heading in "stage", "pipeline", "trained", "before", "after", "tokens/s", "seconds":
-        result.add_column(
-            heading, justify="left" if heading in {"stage", "pipeline"} else "right", no_wrap=True
-        )
+        result.add_column(heading, justify="left" if heading in {"stage", "pipeline"} else "right", no_wrap=True)
     for curve in curves:
         result.add_row(
             curve.name,
@@ -106,7 +104,14 @@ def plot(curves: list[Curve], file: Path) -> None:
         axis.plot(curve.losses, linewidth=1, alpha=0.7, label="training")
         axis.plot([0, len(curve.losses)], [curve.before, curve.after], "o", color="C3", label="validation")
         for x, y in (0, curve.before), (len(curve.losses), curve.after):
-            axis.annotate(f"{y:.2f}", (x, y), textcoords="offset points", xytext=(0, 7), ha="center")
+            axis.annotate(
+                f"{y:.2f}",
+                (x, y),
+                textcoords="offset points",
+                xytext=(0, 8),
+                ha="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+            )
         axis.set(title=f"{curve.name}: {' → '.join(curve.pipeline)}", xlabel="step")
         axis.margins(y=0.15)
         axis.grid(alpha=0.3)
