@@ -92,14 +92,17 @@ class InputTable:
     def stored(self, name: str, trace: TraceCtx) -> TensorProxy:
         """The input proxy for a parameter as the ledger records it after this plugin; made if it is new or outdated."""
         name = self._ledger.canonical(name)
-        version = self._version(name)
+        version = self.version(name)
         proxy = self._stored.get(name)
         if proxy is None or not matches(proxy, version):
             self._stored[name] = proxy = self._make(version, trace)
             self._names[proxy.name] = name
+            # Until a plugin restores something else from it, what is stored is the value.
+            self._values.setdefault(name, proxy)
         return proxy
 
-    def _version(self, name: str) -> Version:
+    def version(self, name: str) -> Version:
+        """What the ledger says of a parameter as this plugin left it."""
         version = self._ledger.at(name, self._stage)
         if version is None:
             raise PipelineError(
@@ -136,7 +139,7 @@ class InputTable:
 
     def versions(self) -> dict[str, Version]:
         """What the ledger says of each input."""
-        return {name: self._version(name) for name in self._stored}
+        return {name: self.version(name) for name in self._stored}
 
     def close(
         self, trace: TraceCtx, body: Sequence[BoundSymbol], last: BoundSymbol, taken: Sequence[Any]
@@ -161,7 +164,7 @@ class InputTable:
         return trace
 
     def advance(self, trace: TraceCtx, stage: int, plugin: str) -> tuple[TraceCtx, InputTable]:
-        """The table and trace as ``plugin`` finds them: trainability follows the ledger, everything else is unchanged."""
+        """The table and trace as ``plugin`` finds them: trainability follows the ledger, the rest is unchanged."""
         table = self.copy()
         table._stage, table._plugin = stage, plugin
         swaps: dict[Any, TensorProxy] = {}
@@ -169,14 +172,15 @@ class InputTable:
         new.names = set(trace.names)
         with tracectx(new):
             for name, proxy in self._stored.items():
-                version = table._version(name)
-                if proxy.requires_grad == version.requires_grad or table._values[name] is not proxy:
+                version = table.version(name)
+                if proxy.requires_grad == version.requires_grad:
                     continue
                 new.names.discard(proxy.name)
                 retagged = proxy.replace(requires_grad=version.requires_grad)
                 swaps[variableify(proxy)] = retagged
                 table._stored[name] = retagged
-                table._values[name] = retagged
+                if table._values[name] is proxy:
+                    table._values[name] = retagged
         if not swaps:
             return trace, table
         body = [b.from_bsym_swap_proxies(swaps) for b in trace.bound_symbols if b.sym.id != _UNPACK]
@@ -226,11 +230,15 @@ def read_inputs(
 
 
 def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx, ledger: Ledger) -> TraceCtx:
-    """The prologue that unpacks and checks exactly the inputs of ``computation``."""
+    """The prologue that unpacks and checks exactly the inputs of ``computation``.
+
+    Parameters that the model only asked for their shape or dtype are no inputs; their checks, too, follow the ledger.
+    """
     new = from_trace(prologue)
     inputs, versions = table.inputs, table.versions()
     to_epilogue = {proxy.name for proxy in tree_flatten(prologue.bound_symbols[-1].args[0][1])[0]}
     unpacked: set[str] = set()
+    inspected: dict[str, Version] = {}
     root: Any = None
     body: list[BoundSymbol] = []
     with tracectx(new):
@@ -245,24 +253,20 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
                     if bsym.output.name in to_epilogue and inputs[name].name != bsym.output.name:
                         body.append(bsym)
                     continue
-            if bsym.sym is prims.check_tensor_shape_and_metadata and getattr(bsym.args[0], "name", "") in unpacked:
-                continue
+                inspected[bsym.output.name] = table.version(name)
+            if bsym.sym is prims.check_tensor_shape_and_metadata:
+                checked = bsym.args[0]
+                if checked.name in unpacked:
+                    continue
+                if checked.name in inspected:
+                    bsym = _check(checked, inspected[checked.name])
             body.append(bsym)
         for name, proxy in inputs.items():
             new.names.add(proxy.name)
             version = versions[name]
             unpack = prims.unpack_parameter if version.kind == "parameter" else prims.unpack_buffer
             body.append(unpack.bind(root, name, output=proxy))
-            body.append(
-                prims.check_tensor_shape_and_metadata.bind(
-                    proxy,
-                    version.stored_shape,
-                    to_device(version.device).device_str(),
-                    version.dtype,
-                    version.requires_grad,
-                    output=None,
-                )
-            )
+            body.append(_check(proxy, version))
     last = prologue.bound_symbols[-1]
     new.bound_symbols = [*body, last.from_bsym(args=((tuple(computation.args), last.args[0][1]),))]
     new.scopes = [new.bound_symbols]
@@ -273,6 +277,14 @@ def _unpacks_state_of(bsym: BoundSymbol, ledger: Ledger, roots: Collection[str] 
     if bsym.sym not in _UNPACK_STATE or bsym.args[1] not in ledger:
         return False
     return roots is None or bsym.args[0].name in roots
+
+
+def _check(proxy: TensorProxy, version: Version) -> BoundSymbol:
+    """The prologue's check that a live tensor is what the ledger records."""
+    device = to_device(version.device).device_str()
+    return prims.check_tensor_shape_and_metadata.bind(
+        proxy, version.stored_shape, device, version.dtype, version.requires_grad, output=None
+    )
 
 
 def live_mismatch(version: Version, tensor: torch.Tensor) -> str | None:
