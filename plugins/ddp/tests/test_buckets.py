@@ -1,6 +1,7 @@
 """How many collectives run, of how many bytes, in which order and when."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -86,11 +87,9 @@ def count(cap_bytes):
     [
         (None, [ALL]),
         (0, list(BYTES.values())),
-        (16, list(BYTES.values())),
         (32, [32, 96, 24, 96, 80]),
         (128, [128, 120, 80]),
         (ALL - 1, [ALL - 80, 80]),
-        (ALL, [ALL]),
     ],
 )
 def test_one_reduction_per_bucket_and_step(ranks, cap, expected):
@@ -168,6 +167,6 @@ def test_reductions_overlap_with_the_backward(ranks):
         other = ("xform_", "python_del", "del", "python_return", "return", "clear_mutable", "unpack", "check")
         computations = [i for i, name in enumerate(names) if not name.startswith(other)]
         assert len(starts) == len(waits) == 3
-        for start, following in zip(starts, starts[1:], strict=False):
+        for start, following in itertools.pairwise(starts):
             assert sum(start < i < following for i in computations) > 1, names
         assert max(computations) < min(waits), names
