@@ -212,6 +212,10 @@ class Ledger:
         if history[-1][0] == stage:
             history.pop()
         history.append((stage, version))
+        original = self._originals.get(name)
+        if original is not None and original.is_meta:
+            # Thunder traces with the user's tensor, and takes the device of a meta tensor from here.
+            original._thunder_device = tensor.device  # type: ignore[attr-defined]
 
     def release_originals(self) -> None:
         """Put meta tensors into the user's module for every parameter and buffer that a plugin replaced."""

@@ -17,6 +17,10 @@ from thunder.extend import OperatorExecutor
 
 _executor = OperatorExecutor("thunder_xform", version="1")
 
+_total = _executor.register_operator(
+    "xform_total", meta=lambda gradient: tensor_like(gradient), fn=lambda gradient: gradient.sum()
+)
+
 GradientRule = Callable[[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], Sequence[Any]]
 
 
@@ -93,13 +97,19 @@ def _gradient_transform(symbol: Any, backward: GradientRule) -> Callable[..., An
     def transform(*args: Any) -> Any:
         result = symbol(*args)
         outputs = tuple(sequencify(result))
-        gradients = tuple(prims.get_grad(o) if isinstance(o, TensorProxy) else None for o in outputs)
+        gradients = tuple(_gradient_of(o) if isinstance(o, TensorProxy) else None for o in outputs)
         for argument, gradient in zip(args, backward(args, outputs, gradients), strict=True):
             if gradient is not None and isinstance(argument, TensorProxy):
                 prims.put_grad(argument, gradient)
         return result
 
     return transform
+
+
+def _gradient_of(output: TensorProxy) -> TensorProxy:
+    gradient = prims.get_grad(output)
+    # Thunder computes with 0-dimensional CPU tensors as with numbers: their gradients keep the shape of the other operand.
+    return gradient if output.ndim else _total(gradient)
 
 
 def operator_of(symbol: Any) -> Operator | None:
