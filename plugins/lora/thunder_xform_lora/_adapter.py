@@ -10,21 +10,29 @@ import torch
 import thunder_xform as tx
 from thunder_xform_lora._targets import Target
 
-#: The adapter's name, part of its tensors' names. PEFT, too, calls the first one so.
-ADAPTER = "default"
+#: The name of the first adapter, as in PEFT.
+DEFAULT = "default"
+_PARTS = ("lora_A", "lora_B")
 
 
-def names(target: Target) -> tuple[str, str]:
+def names(target: Target, adapter: str = DEFAULT) -> tuple[str, str]:
     """Names of A and B, as in a PEFT model: ``<module>.lora_A.<adapter>.weight``, and so for ``lora_B``."""
-    return _names(target.modules[0])
+    return _names(target.modules[0], adapter)
 
 
-def _names(module: str) -> tuple[str, str]:
+def _names(module: str, adapter: str) -> tuple[str, str]:
     prefix = f"{module}." if module else ""
-    return f"{prefix}lora_A.{ADAPTER}.weight", f"{prefix}lora_B.{ADAPTER}.weight"
+    a, b = (f"{prefix}{part}.{adapter}.weight" for part in _PARTS)
+    return a, b
 
 
-def add(targets: Iterable[Target], r: int, params: tx.Parameters) -> None:
+def file_keys(target: Target, adapter: str) -> dict[str, str]:
+    """Names of A and B by what PEFT calls them in files: without the adapter's name, for every tied layer."""
+    keys = [f"{module}.{part}.weight" for module in target.modules for part in _PARTS]
+    return dict(zip(keys, names(target, adapter) * len(target.modules), strict=True))
+
+
+def add(targets: Iterable[Target], params: tx.Parameters, adapter: str = DEFAULT) -> None:
     """Add A and B of each target, initialized as by PEFT: A like the weight of a torch.nn.Linear, B zero.
 
     They are float64 for a float64 weight, otherwise float32, as PEFT's are (``autocast_adapter_dtype``).
@@ -32,13 +40,13 @@ def add(targets: Iterable[Target], r: int, params: tx.Parameters) -> None:
     for target in targets:
         base = params.version(target.weight)
         dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
-        a = torch.empty(r, target.in_features, dtype=dtype, device=base.device)
+        a = torch.empty(target.r, target.in_features, dtype=dtype, device=base.device)
         torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-        b = torch.zeros(target.out_features, r, dtype=dtype, device=base.device)
+        b = torch.zeros(target.out_features, target.r, dtype=dtype, device=base.device)
         # Tied layers have one adapter under the names of each.
-        aliases = zip(*map(_names, target.modules[1:]), strict=True) if len(target.modules) > 1 else ((), ())
-        for name, tensor, others in zip(names(target), (a, b), aliases, strict=True):
-            params.add(name, tensor, aliases=others)
+        tied = [_names(module, adapter) for module in target.modules[1:]]
+        for index, tensor in enumerate((a, b)):
+            params.add(names(target, adapter)[index], tensor, aliases=[pair[index] for pair in tied])
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

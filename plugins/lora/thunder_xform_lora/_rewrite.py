@@ -10,14 +10,13 @@ from thunder_xform_lora._targets import Target
 
 
 def apply_adapters(
-    computation: tx.Computation, targets: Iterable[Target], scaling: float, dropout: Callable[[Target], float]
+    computation: tx.Computation, targets: Iterable[Target], dropout: Callable[[Target], float]
 ) -> tx.Computation:
     """Add to every application of a target's weight what its adapter contributes.
 
     Args:
         computation: the trace before differentiation.
         targets: the weights with adapters.
-        scaling: factor of the adapters' output.
         dropout: the probability, now, for a target.
     """
     by_weight = {target.weight: target for target in targets}
@@ -30,7 +29,7 @@ def apply_adapters(
         x = tx.ops.to(operation.args[0], a.dtype)
         if p := dropout(target):
             x = tx.ops.dropout(x, p, True)
-        delta = tx.ops.linear(tx.ops.linear(x, a), b) * scaling
+        delta = tx.ops.linear(tx.ops.linear(x, a), b) * target.scaling
         return tx.ops.to(result + delta, result.dtype)
 
     return computation.rewrite(lambda operation: operation.linear_weight in by_weight, adapted)

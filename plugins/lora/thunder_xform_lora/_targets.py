@@ -23,12 +23,16 @@ class Target:
         weight: the weight's name in the parameter ledger.
         modules: names of all layers that use it, several where layers are tied; the first names the adapter.
         out_features, in_features: the weight's logical shape.
+        r: rank of the adapter.
+        scaling: factor of the adapter's output.
     """
 
     weight: str
     modules: tuple[str, ...]
     out_features: int
     in_features: int
+    r: int
+    scaling: float
 
 
 def find_targets(options: Options, params: tx.Parameters, ctx: tx.Context) -> tuple[Target, ...]:
@@ -44,9 +48,10 @@ def find_targets(options: Options, params: tx.Parameters, ctx: tx.Context) -> tu
     targets = []
     for weight, paths in by_weight.items():
         layer = selected[paths[0]]
-        _check_rank(options.r, paths[0], layer, ctx)
+        r, scaling = options.rank_of(paths[0]), options.scaling_of(paths[0])
+        _check_rank(r, paths[0], layer, ctx)
         _check_ties(weight, paths, params, ctx)
-        targets.append(Target(weight, tuple(paths), layer.out_features, layer.in_features))
+        targets.append(Target(weight, tuple(paths), layer.out_features, layer.in_features, r, scaling))
     return tuple(targets)
 
 
@@ -90,9 +95,7 @@ def _output_layer(module: torch.nn.Module) -> torch.nn.Module | None:
     return getter() if callable(getter) else None
 
 
-def _check_patterns(
-    option: str, pattern: Pattern, modules: dict[str, torch.nn.Module], ctx: tx.Context
-) -> None:
+def _check_patterns(option: str, pattern: Pattern, modules: dict[str, torch.nn.Module], ctx: tx.Context) -> None:
     """Refuse a pattern that matches no module at all: it is most likely misspelt."""
     for part in [pattern] if isinstance(pattern, str) else [(name,) for name in pattern]:
         if not any(matches(part, path) for path in modules):
@@ -148,8 +151,7 @@ def _check_rank(r: int, path: str, layer: torch.nn.Linear, ctx: tx.Context) -> N
             ctx,
             "r",
             r,
-            f"`r` is {r}, larger than {path!r}, which maps {layer.in_features} to {layer.out_features} "
-            f"features.",
+            f"`r` is {r}, larger than {path!r}, which maps {layer.in_features} to {layer.out_features} features.",
             f"Lower `r` to {largest} or exclude the layer with exclude_modules=[{path!r}].",
         )
 

@@ -45,6 +45,14 @@ class Options:
         if not self.target_modules:
             raise ValueError(f"`target_modules` is empty; name layers or write {ALL_LINEAR!r}")
 
+    def rank_of(self, path: str) -> int:
+        """Rank of the adapter of the layer of that name."""
+        return self.r
+
+    def scaling_of(self, path: str) -> float:
+        """Factor of the output of that layer's adapter."""
+        return self.lora_alpha / self.rank_of(path)
+
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -23,9 +23,21 @@ class LoRA(tx.Plugin[Options]):
     _modes: dict[str, torch.nn.Module]
 
     @property
-    def scaling(self) -> float:
-        """Factor of the adapters' output, lora_alpha / r."""
-        return self.options.lora_alpha / self.options.r
+    def modules(self) -> tuple[str, ...]:
+        """Names of the layers with adapters, in module order but for tied ones."""
+        return tuple(path for target in self._targets for path in target.modules)
+
+    def file_keys(self, adapter: str) -> dict[str, str]:
+        """Names of an adapter's tensors by what PEFT calls them in files, relative to the model.
+
+        Raises:
+            CheckpointError: there is no such adapter.
+        """
+        if adapter != _adapter.DEFAULT:
+            raise tx.errors.CheckpointError(
+                f"The model has no adapter {adapter!r}.", f"It has {_adapter.DEFAULT!r}.", adapter=adapter
+            )
+        return {k: name for target in self._targets for k, name in _adapter.file_keys(target, adapter).items()}
 
     @tx.hookimpl
     def update_model_state(self, params: tx.Parameters, ctx: tx.Context) -> None:
@@ -35,7 +47,7 @@ class LoRA(tx.Plugin[Options]):
         for name in params:
             if params.version(name).origin == "model":
                 params.set_requires_grad(name, False)
-        _adapter.add(self._targets, self.options.r, params)
+        _adapter.add(self._targets, params)
 
     @tx.hookimpl
     def guard_key(self) -> tuple[bool, ...]:
@@ -44,7 +56,7 @@ class LoRA(tx.Plugin[Options]):
     @tx.hookimpl
     def before_autograd(self, computation: tx.Computation, ctx: tx.Context) -> tx.Computation:
         self._check_reachable(computation, ctx)
-        return apply_adapters(computation, self._targets, self.scaling, self._dropout)
+        return apply_adapters(computation, self._targets, self._dropout)
 
     def _dropout(self, target: Target) -> float:
         module = self._modes.get(target.weight)
@@ -77,7 +89,7 @@ class LoRA(tx.Plugin[Options]):
                     f"Save kind='adapter', or train without this adapter: exclude_modules=[{path!r}].",
                 )
             a, b = map(state.pop, _adapter.names(target))
-            state[target.weight] = _adapter.merged(state[target.weight], a, b, self.scaling)
+            state[target.weight] = _adapter.merged(state[target.weight], a, b, target.scaling)
         return state
 
     @tx.hookimpl
