@@ -78,10 +78,10 @@ def _imported(path: str, ctx: tx.Context) -> Callable[..., object]:
     except (ImportError, AttributeError, ValueError) as error:
         problem = f"The scheme {path!r} cannot be imported ({error})."
         raise _error(ctx, "scheme", path, problem, "Write an importable 'module:Class'.") from error
-    if not callable(found):
-        problem = f"The scheme {path!r} is a {type(found).__name__}, not a class."
-        raise _error(ctx, "scheme", path, problem, "Name a subclass of thunder_xform_quant.Scheme.")
-    return found  # type: ignore[no-any-return]
+    if not (isinstance(found, type) and issubclass(found, Scheme)):
+        problem = f"The scheme {path!r} is no subclass of thunder_xform_quant.Scheme."
+        raise _error(ctx, "scheme", path, problem, "Name a subclass of it.")
+    return found
 
 
 def _error(ctx: tx.Context, option: str, value: object, problem: str, remedy: str) -> tx.errors.OptionError:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Literal
+
 import torch
 
 import thunder_xform as tx
@@ -34,10 +37,9 @@ class Quant(tx.Plugin[Options]):
             for part, value in weight.split(packed).items():
                 if part == name:
                     params.replace(name, value, layout=repr(scheme), requires_grad=False)
-                elif part in weight.buffers:
-                    params.add(part, value, kind="buffer")
                 else:
-                    params.add(part, value, requires_grad=False)
+                    kind: Literal["parameter", "buffer"] = "buffer" if part in weight.buffers else "parameter"
+                    params.add(part, value, kind=kind, requires_grad=False, layout=repr(scheme))
             self._weights[name] = weight
         if self.options.release_originals:
             params.release_originals()
@@ -78,12 +80,18 @@ class Quant(tx.Plugin[Options]):
         state = dict(state)
         for name, weight in self._weights.items():
             if name in state:
-                device = ctx.version(name).device
-                value = state[name].to(device, weight.dtype)
+                value = state[name]
+                if not value.is_floating_point() or not bool(value.isfinite().all()):
+                    raise tx.errors.CheckpointError(
+                        f"{name!r} cannot be quantized: it is {value.dtype}, or has entries that are infinite or NaN.",
+                        "Load a floating-point state, or a quantized one with kind='sharded'.",
+                        key=name,
+                    )
+                value = value.to(ctx.version(name).device, weight.dtype)
                 state |= weight.split(weight.scheme.quantize(value))
         return state
 
 
-def _restoring(weight: QuantizedWeight):  # type: ignore[no-untyped-def]
+def _restoring(weight: QuantizedWeight) -> Callable[..., Any]:
     unread = (None,) * (len(weight.names) - 1)
     return lambda *tensors: (_operators.dequantize(weight, *tensors), *unread)
