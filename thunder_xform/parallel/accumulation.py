@@ -13,7 +13,7 @@ def accumulates(parameter: torch.Tensor) -> bool:
     """
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:
         # The answer for a leaf whose gradient torch.autograd.grad returns.
         if "autograd.grad()" in str(error):

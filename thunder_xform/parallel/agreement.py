@@ -76,7 +76,7 @@ def _disagreement(
 
 @contextmanager
 def together(groups: Sequence[dist.ProcessGroup], what: str) -> Iterator[None]:
-    """Run a block that must succeed on all ranks or none: an error on one is raised on every rank. A collective at exit.
+    """Run a block that must succeed on all ranks or none: an error on one is raised on each. A collective at exit.
 
     Raises:
         ParallelError: on the ranks whose own block was fine, naming the ranks that failed and their errors.

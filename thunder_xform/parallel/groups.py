@@ -24,6 +24,7 @@ def process_group(option: Any, plugin: str) -> dist.ProcessGroup:
             f"Plugin {plugin!r} needs a process group, but torch.distributed is not initialized.",
             "Start with torchrun and call torch.distributed.init_process_group() before thunder.jit.",
         )
+    group: Any
     if option is None:
         group = dist.group.WORLD
     elif isinstance(option, dist.device_mesh.DeviceMesh):

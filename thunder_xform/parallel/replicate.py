@@ -1,7 +1,7 @@
 """Replicated parameters: buckets whose gradients are averaged over a process group.
 
-``replicate`` passes the parameters of a bucket through. Inserted before the first use of any of them, its gradient comes
-after all of theirs, so the all-reduce of the bucket starts as soon as its last gradient is there.
+``replicate`` passes the parameters of a bucket through. Inserted before the first use of any of them, its gradient
+comes after all of theirs, so the all-reduce of the bucket starts as soon as its last gradient is there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class ReplicatedBucket:
         names: parameter names.
         tensors: gives the live parameters, in the order of ``names``.
         group: process group to average over.
-        strays: gives parameters that this backward does not reach, but whose ``.grad`` may hold what other code paths of
-            the model accumulated locally; it is averaged along with the bucket.
+        strays: gives parameters that this backward does not reach, but whose ``.grad`` may hold what other code paths
+            of the model accumulated locally; it is averaged along with the bucket.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ReplicatedBucket:
         return f"<bucket of {', '.join(self.names)}>"
 
     def start(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Start averaging ``gradients`` plus what ``.grad`` has accumulated locally; returns the flat buffer in flight."""
+        """Start averaging ``gradients`` plus what ``.grad`` accumulated locally; returns the flat buffer in flight."""
         flat = torch.empty(sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device)
         parameters = self._tensors()
         pieces = self._pieces(flat, gradients)
@@ -78,7 +78,7 @@ class ReplicatedBucket:
 
 
 def reduce_accumulated(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup, max_bytes: int) -> None:
-    """Average the ``.grad`` of ``parameters`` over ``group`` in place, in flat pieces of ``max_bytes``. A collective."""
+    """Average the ``.grad`` of ``parameters`` over ``group``, in place and in pieces of ``max_bytes``. A collective."""
     world = dist.get_world_size(group)
     for chunk in collectives.in_chunks([p.grad for p in parameters if p.grad is not None], max_bytes):
         flat = torch.cat([g.reshape(-1) for g in chunk]).div_(world)

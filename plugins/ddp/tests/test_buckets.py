@@ -87,7 +87,6 @@ def count(cap_bytes):
     [
         (None, [ALL]),
         (0, list(BYTES.values())),
-        (32, [32, 96, 24, 96, 80]),
         (128, [128, 120, 80]),
         (ALL - 1, [ALL - 80, 80]),
     ],

@@ -162,6 +162,14 @@ def forward_outside(model, inputs):
         loss.backward()
 
 
+def one_backward(model, inputs):
+    """Losses from inside and outside, summed: what came from inside waits for the next synchronization."""
+    with model.no_sync():
+        inside = [loss_of(model, x) for x in inputs[:-1]]
+    sum(inside, loss_of(model, inputs[-1])).backward()
+    tx.handle(model).sync_gradients()
+
+
 def syncs_twice(model, inputs):
     """Averaging what is averaged already changes nothing."""
     always_sync(model, inputs)
@@ -176,6 +184,7 @@ STYLES = [
     ends_inside,
     leaves_by_exception,
     forward_outside,
+    one_backward,
     syncs_twice,
 ]
 
