@@ -44,34 +44,44 @@ class Schedule:
         Args:
             start: the operator whose result each ``wait`` takes.
             wait: the operator to move.
-            in_flight: no more than so many starts may be without their wait at any time; None for no limit.
+            in_flight: how many starts may be without their wait at any time, as far as what the waits read besides is
+                there; None for no limit.
         """
         body = self._body()
         pairs = self._pairs(body, start, wait)
-        moved = {id(w) for _, w in pairs}
-        starts = {id(s): number for number, (s, _) in enumerate(pairs)}
-        waiting = {o.name: w for _, w in pairs for o in w.flat_proxy_outs}
-        placed: set[int] = set()
+        waiting = {id(w): w for _, w in pairs}
+        moved = frozenset(waiting)
+        started = {id(s): w for s, w in pairs}
+        producers = {o.name: w for _, w in pairs for o in w.flat_proxy_outs}
+        produced: set[str] = set()
+        flying: list[BoundSymbol] = []
         order: list[BoundSymbol] = []
 
-        def place(call: BoundSymbol) -> None:
-            if id(call) not in placed:
-                placed.add(id(call))
-                order.append(call)
+        def place(bsym: BoundSymbol) -> None:
+            for argument in bsym.flat_proxy_args:
+                if argument.name in producers:
+                    land(producers[argument.name])
+            order.append(bsym)
+            produced.update(o.name for o in bsym.flat_proxy_outs)
+
+        def land(call: BoundSymbol) -> None:
+            if waiting.pop(id(call), None) is not None:
+                place(call)
 
         for bsym in body:
             if id(bsym) in moved:
                 continue
-            number = starts.get(id(bsym))
-            if number is not None and in_flight is not None and number >= in_flight:
-                place(pairs[number - in_flight][1])
+            if id(bsym) in started:
+                flying = [w for w in flying if id(w) in waiting]
+                if in_flight is not None:
+                    ready = [w for w in flying if all(a.name in produced for a in w.flat_proxy_args)]
+                    for call in ready[: max(0, len(flying) + 1 - in_flight)]:
+                        land(call)
+                flying.append(started[id(bsym)])
             if bsym.sym.id == prims.PrimIDs.RETURN:
-                for _, call in pairs:
-                    place(call)
-            for argument in bsym.flat_proxy_args:
-                if argument.name in waiting:
-                    place(waiting[argument.name])
-            order.append(bsym)
+                for call in list(waiting.values()):
+                    land(call)
+            place(bsym)
         return self._reordered(order)
 
     def prefetch(self, start: Operator, wait: Operator, *, ahead: int) -> Schedule:
@@ -142,11 +152,10 @@ def _check_order(body: list[BoundSymbol]) -> None:
     produced: set[str] = set()
     known = {o.name for b in body for o in b.flat_proxy_outs}
     for bsym in body:
-        for argument in bsym.flat_proxy_args:
-            if argument.name in known and argument.name not in produced and argument not in bsym.flat_proxy_outs:
-                raise PipelineError(
-                    f"Operator {bsym.sym.name!r} would run before {argument.name!r}, which it reads, is produced.",
-                    "Move an operator only within the bounds of its inputs and uses.",
-                )
-        produced.update(o.name for o in bsym.flat_proxy_outs)
-
+        made = {o.name for o in bsym.flat_proxy_outs}
+        for name in {a.name for a in bsym.flat_proxy_args} & known - produced - made:
+            raise PipelineError(
+                f"Operator {bsym.sym.name!r} would run before {name!r}, which it reads, is produced.",
+                "Move an operator only within the bounds of its inputs and uses.",
+            )
+        produced |= made

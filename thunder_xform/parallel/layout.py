@@ -1,7 +1,7 @@
 """How a bucket of parameters is cut into dim-0 shards and laid out in flat buffers.
 
-Every parameter is cut along its first dimension as ``torch.chunk`` and DTensor's ``Shard(0)`` cut it: ``ceil(rows / n)``
-rows a rank, the last ranks getting fewer or none. In flat buffers each piece has the size of a full cut, so that all
+Every parameter is cut along its first dimension as ``torch.chunk`` and DTensor's ``Shard(0)`` cut it: each rank gets
+``ceil(rows / n)`` rows, the last ones fewer or none. In flat buffers each piece has the size of a full cut, so that all
 ranks' pieces are equally long; the surplus is padding. A buffer for the whole bucket is rank-major: the shard of rank
 0, then that of rank 1.
 """
