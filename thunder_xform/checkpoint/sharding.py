@@ -49,8 +49,9 @@ def whole(session: Session, name: str, local: torch.Tensor) -> torch.Tensor:
     made = distributed(session, name, local)
     if not isinstance(made, DTensor):
         return local
-    shape = _whole_shape(session, name)
-    return made.full_tensor().reshape(shape)
+    full = made.full_tensor().reshape(_whole_shape(session, name))
+    # Of an uneven cut it is a view of a padded buffer, which would go along into files.
+    return full if full.nbytes == full.untyped_storage().nbytes() else full.clone()
 
 
 def part(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:

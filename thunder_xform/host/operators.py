@@ -108,7 +108,7 @@ def _gradient_transform(symbol: Any, backward: GradientRule) -> Callable[..., An
 
 def _gradient_of(output: TensorProxy) -> TensorProxy:
     gradient = prims.get_grad(output)
-    # Thunder computes with 0-dimensional CPU tensors as with numbers: their gradients keep the shape of the other operand.
+    # Thunder treats 0-dimensional CPU tensors as numbers: their gradients come in the shape of the other operand.
     return gradient if output.ndim else _total(gradient)
 
 

@@ -8,18 +8,23 @@ rest.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import make_opaque
 from thunder.core.module import ThunderModule
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.functions import adopt
 
 _SESSION = "_thunder_xform_session"
+_LEFT_ALONE = "_thunder_xform_left_alone"
 _Module = torch.nn.Module
 
 
@@ -27,6 +32,31 @@ _Module = torch.nn.Module
 def _inside_another_function(module: TransformedModule) -> bool:
     """Whether a jitted function that contains ``module`` is being traced, which then adopts its transforms."""
     return adopt(module, session_of(module))
+
+
+@make_opaque
+def _being_traced() -> bool:
+    return get_compile_data() is not None
+
+
+def _refusing_to_compute(module: TransformedModule, method: MethodType) -> Callable[..., Any]:
+    """A method of the user's module that raises if it runs a module: that would use the parameters of the plain one."""
+    parts = frozenset(map(id, module._model.modules()))
+    cls, name = type(module._model).__name__, method.__name__
+
+    def refuse(part: torch.nn.Module, inputs: Any) -> None:
+        if id(part) in parts:
+            raise PipelineError(
+                f"{cls}.{name}() runs {type(part).__name__} of the plain model, past the transforms.",
+                f"Call {cls}.{name}(model, ...) with the transformed model as self, or the model itself.",
+            )
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with register_module_forward_pre_hook(refuse):
+            return method(*args, **kwargs)
+
+    return call
 
 
 class TransformedModule(ThunderModule):
@@ -41,6 +71,26 @@ class TransformedModule(ThunderModule):
         if _inside_another_function(self):
             return self._model(*args, **kwargs)
         return self._forward_fn(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if isinstance(found, MethodType) and found.__self__ is self._model and not _being_traced():
+            return _refusing_to_compute(self, found)
+        return found
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        # Hugging Face Accelerate asks this, and wraps what is not prepared in torch's DDP, which overwrites shards.
+        if not self.__dict__.get(_LEFT_ALONE, False):
+            raise PipelineError(
+                "Accelerate would wrap this transformed model in torch's DDP.",
+                "Use the Accelerator of thunder_xform_accelerate (distribution thunder-xform-accelerate).",
+            )
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        self.__dict__[_LEFT_ALONE] = prepared
 
     def train(self, mode: bool = True) -> TransformedModule:
         """Set training mode; the flags are those of the user's module."""
@@ -69,19 +119,17 @@ class TransformedModule(ThunderModule):
             )
             return
         # PyTorch takes the first component of a key for a submodule; here names are dotted and there are none.
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, False, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, [], error_msgs)
         if strict:
-            known = {prefix + name for name in (*self._parameters, *self._buffers)}
+            saved = (*self._parameters, *(self._buffers.keys() - self._non_persistent_buffers_set))
+            known = {prefix + name for name in saved}
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TransformedModule:
         for name, tensor in (*self._parameters.items(), *self._buffers.items()):
             if tensor is None:
                 continue
-            probe = torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)[:0]
-            made = fn(probe)
+            made = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if (made.dtype, made.device) != (tensor.dtype, tensor.device):
                 raise PipelineError(
                     f"Cannot convert {name!r} of a transformed model from {tensor.dtype} on {tensor.device} to "

@@ -129,6 +129,21 @@ class Handle:
         """
         return sharding.distributed(self._session, name, tensor)
 
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of which ``tensor``, shaped like the stored parameter ``name``, is this rank's part.
+
+        A collective where other ranks hold the rest.
+        """
+        return sharding.whole(self._session, name, tensor)
+
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a whole ``tensor`` for the parameter ``name``: the reverse of :meth:`whole`.
+
+        Raises:
+            CheckpointError: ``tensor`` does not have the shape of the whole parameter.
+        """
+        return sharding.part(self._session, name, tensor)
+
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer was built from parameters of this model, or of the plain model that it replaces."""
         return self._session.optimizers.knows(optimizer)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-    from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.ddp import DDPStrategy
     from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
     from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading as validate_keys
 else:

@@ -48,11 +48,12 @@ def _stand_in(plain: torch.nn.Module, transformed: torch.nn.Module) -> None:
     """Let Fabric's wrapper hold the transformed model also as its "original module".
 
     Fabric puts the module that it was given into the wrapper next to what the strategy made of it. Both would show in
-    ``parameters()``, and ``state_dict()`` would be the plain one's. PyTorch asks this hook when the wrapper registers it.
+    ``parameters()``, and ``state_dict()`` would be the plain one's. PyTorch asks this hook when the wrapper registers
+    it.
     """
     given, made = weakref.ref(plain), weakref.ref(transformed)
 
-    def replace(wrapper: torch.nn.Module, name: str, value: torch.nn.Module | None) -> torch.nn.Module | None:
+    def replace(wrapper: torch.nn.Module, name: str, value: torch.nn.Module | None) -> Any:
         found = made()
         wanted = name == "_original_module" and value is not None and value is given()
         if wanted or found is None:

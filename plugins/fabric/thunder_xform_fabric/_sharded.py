@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -54,7 +56,7 @@ def save(path: Path, state: Mapping[str, Any], main: bool) -> None:
         else:
             rest[key] = item.state_dict() if hasattr(item, "state_dict") else item
     path.mkdir(parents=True, exist_ok=True)
-    dcp.save(tensors, checkpoint_id=path)
+    write_shards(tensors, checkpoint_id=path)
     if main:
         torch.save({**rest, _OPTIMIZERS: optimizers}, path / _METADATA)
 
@@ -67,7 +69,7 @@ def load(path: Path, state: Any, strict: bool, weights_only: bool | None) -> dic
         KeyError: ``strict``, and the checkpoint lacks a key.
     """
     if isinstance(state, Module):
-        dcp.load(_known(path, _module_tensors("", state), strict), checkpoint_id=path)
+        read_shards(_known(path, _module_tensors("", state), strict), checkpoint_id=path)
         return {}
     if not isinstance(state, dict):
         raise tx.errors.CheckpointError(
@@ -87,7 +89,7 @@ def load(path: Path, state: Any, strict: bool, weights_only: bool | None) -> dic
             for name, values in slots[key].items():
                 for slot, value in values.items():
                     tensors[f"{key}.state.{name}.{slot}"] = _placed(handle, name, value)
-    dcp.load(tensors, checkpoint_id=path)
+    read_shards(tensors, checkpoint_id=path)
     for key, values_by_name in slots.items():
         _fill(state[key], values_by_name, optimizers[key], handle)
     for key, item in state.items():
@@ -140,7 +142,7 @@ def _known(path: Path, tensors: dict[str, torch.Tensor], strict: bool) -> dict[s
 
 
 def _stored(path: Path) -> Mapping[str, Any]:
-    return dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return FileSystemReader(path).read_metadata().state_dict_metadata
 
 
 def _placed(handle: tx.Handle, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -148,9 +150,7 @@ def _placed(handle: tx.Handle, name: str, value: torch.Tensor) -> torch.Tensor:
     return handle.distributed(name, value) if value.dim() else value
 
 
-def _empty_slots(
-    path: Path, key: str, optimizer: Optimizer, handle: tx.Handle
-) -> dict[str, dict[str, torch.Tensor]]:
+def _empty_slots(path: Path, key: str, optimizer: Optimizer, handle: tx.Handle) -> dict[str, dict[str, torch.Tensor]]:
     """Tensors to read the saved slots of each parameter into."""
     live = handle.parameters
     names = {id(p): name for name, p in live.items()}

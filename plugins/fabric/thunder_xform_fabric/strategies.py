@@ -48,7 +48,7 @@ class ThunderFSDPStrategy(ThunderStrategy):
     ) -> None:
         super().__init__([*transforms, "fsdp"], options=options, **kwargs)
 
-    def setup_module(self, module: Module) -> Module:
+    def setup_module(self, module: Module) -> Any:
         fsdp = {"device": str(self.root_device), **self._options.get("fsdp", {})}
         self._options = {**self._options, "fsdp": fsdp}
         return super().setup_module(module)

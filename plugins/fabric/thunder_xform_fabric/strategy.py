@@ -33,13 +33,14 @@ class ThunderStrategy(DDPStrategy):
     Processes and process groups are those of Fabric's ``DDPStrategy``; the model is never wrapped in torch's DDP.
 
     Args:
-        transforms: what :func:`thunder_xform.registry.resolve` takes, resolved anew for every model that is set up; or a
-            pipeline, for one model. With several processes, one of the transforms must distribute the model.
+        transforms: what :func:`thunder_xform.registry.resolve` takes, resolved anew for every model that is set up;
+            or a pipeline, for one model. With several processes, one of the transforms must distribute the model.
         options: options by plugin name.
-        jit: compile the model. If False it is transformed only, for functions compiled by ``thunder.jit`` that contain it.
+        jit: compile the model. If False it is transformed only, for functions that contain it and that ``thunder.jit``
+            compiles.
         executors: Thunder executors to compile with; Thunder's default if None.
-        state_dict_type: what ``fabric.save`` writes: ``"full"``, one file that the plain model loads, or ``"sharded"``, a
-            directory in the format of torch.distributed.checkpoint, which any number of processes loads.
+        state_dict_type: what ``fabric.save`` writes: ``"full"``, one file that the plain model loads, or ``"sharded"``,
+            a directory in the format of torch.distributed.checkpoint, which any number of processes loads.
         kwargs: arguments of Fabric's ``DDPStrategy`` that concern processes: ``accelerator``, ``parallel_devices``,
             ``cluster_environment``, ``checkpoint_io``, ``precision``, ``process_group_backend``, ``timeout``,
             ``start_method``.
@@ -102,8 +103,8 @@ class ThunderStrategy(DDPStrategy):
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    def setup_module(self, module: Module) -> Module:
-        """Transform the module, compiled or not; one that this strategy's pipeline transforms already is taken as it is.
+    def setup_module(self, module: Module) -> Any:
+        """Transform the module, compiled or not; take it as it is if this strategy's pipeline transforms it already.
 
         Raises:
             PipelineError: another pipeline transforms it, or this one leaves several processes unsynchronized.
