@@ -38,7 +38,7 @@ def initializer(module: torch.nn.Module, device: torch.device) -> Callable[[str]
 
 
 def _reset_copy(owner: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """A copy of one module, without its children's, whose own parameters and buffers are real and freshly initialized."""
+    """A copy of one module whose own parameters and buffers are real and freshly initialized."""
     made = copy.copy(owner)
     made._parameters = {
         k: None if p is None else torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
