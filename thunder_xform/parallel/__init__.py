@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from thunder_xform.parallel.accumulation import accumulates
+from thunder_xform.parallel.accumulation import AfterBackward, accumulates
 from thunder_xform.parallel.agreement import agree_on, gather_objects, together
+from thunder_xform.parallel.bucket import ShardedBucket
 from thunder_xform.parallel.collectives import broadcast, in_chunks
 from thunder_xform.parallel.groups import process_group
 from thunder_xform.parallel.replicate import (
@@ -14,7 +15,6 @@ from thunder_xform.parallel.replicate import (
     replicate,
 )
 from thunder_xform.parallel.shard import (
-    ShardedBucket,
     gather_start,
     gather_wait,
     scatter_start,
@@ -23,6 +23,7 @@ from thunder_xform.parallel.shard import (
 )
 
 __all__ = [
+    "AfterBackward",
     "ReplicatedBucket",
     "ShardedBucket",
     "accumulates",

@@ -1,6 +1,8 @@
-"""What the backward under way is going to do with ``.grad``."""
+"""The backward under way: what it does with ``.grad``, and when it ends."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -19,3 +21,18 @@ def accumulates(parameter: torch.Tensor) -> bool:
         if "autograd.grad()" in str(error):
             return False
         raise
+
+
+class AfterBackward:
+    """Runs a function once at the end of the backward under way, if that succeeds."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._backward = -1
+
+    def request(self) -> None:
+        """Have the function run. Call it only from within a backward; once or often makes no difference."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._run)

@@ -48,7 +48,7 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessG
     work = dist.all_to_all_single(received, full, group=group, async_op=True)
 
     def add_up() -> None:
-        torch.sum(received.view(-1, shard.numel()), 0, out=shard)
+        torch.sum(received.view(dist.get_world_size(group), shard.numel()), 0, out=shard)
 
     return Pending(work, add_up)
 

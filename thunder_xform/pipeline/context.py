@@ -71,6 +71,10 @@ class Context:
         """Live parameters by name, tied ones once."""
         return self._session.parameters()
 
+    def sync_gradients(self) -> None:
+        """Reduce what any plugin accumulated locally, in pipeline order. A collective."""
+        self._session.each("sync_gradients")
+
     def plugins(self) -> Mapping[str, Any]:
         """All plugin instances of the pipeline by name."""
         return dict(zip(self._session.names, self._session.plugins, strict=True))

@@ -11,22 +11,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thunder_xform.testing.memory import LiveBytes
     from thunder_xform.testing.numerics import assert_same_numerics
     from thunder_xform.testing.pipelines import pipeline_of
     from thunder_xform.testing.ranks import RankPool, RanksFailed, run_ranks
     from thunder_xform.testing.states import assert_state_laws
+    from thunder_xform.testing.traffic import Collective, Traffic
 
 # Lazy, so that the processes of a RankPool decide themselves what they import.
 _HOMES = {
+    "Collective": "traffic",
+    "LiveBytes": "memory",
     "RankPool": "ranks",
     "RanksFailed": "ranks",
+    "Traffic": "traffic",
     "assert_same_numerics": "numerics",
     "assert_state_laws": "states",
     "pipeline_of": "pipelines",
     "run_ranks": "ranks",
 }
 
-__all__ = ["RankPool", "RanksFailed", "assert_same_numerics", "assert_state_laws", "pipeline_of", "run_ranks"]
+__all__ = [
+    "Collective",
+    "LiveBytes",
+    "RankPool",
+    "RanksFailed",
+    "Traffic",
+    "assert_same_numerics",
+    "assert_state_laws",
+    "pipeline_of",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> Any:

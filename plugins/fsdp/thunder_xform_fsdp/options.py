@@ -17,8 +17,8 @@ class Options:
     """3 frees gathered weights after use and gathers them again in the backward; 2 keeps them for it."""
 
     units: str | Sequence[str] = "block"
-    """What is gathered together: "block" (repeated children of a ModuleList or Sequential), "layer" (each module that owns
-    parameters), "none" (each parameter), or a list of module class names or dotted module names."""
+    """What is gathered together: "block" (repeated children of a ModuleList or Sequential), "layer" (each module that
+    owns parameters), "none" (each parameter), or a list of module class names or dotted module names."""
 
     process_group: object = None
     """ProcessGroup or one dimension of a DeviceMesh to shard over; None for all ranks."""

@@ -30,6 +30,7 @@ class FSDP(tx.Plugin[Options]):
         (self._group,) = self.process_groups()
         self._buckets: list[parallel.ShardedBucket] = []
         self._home: dict[str, tuple[parallel.ShardedBucket, int]] = {}
+        self._leftovers = parallel.AfterBackward(lambda: self._reduce_leftovers(ctx))
         names = list(params)
         device = self._device(params)
         self._check(params, ctx)
@@ -41,7 +42,7 @@ class FSDP(tx.Plugin[Options]):
             keyed.setdefault((unit, version.dtype, version.requires_grad), []).append(name)
         fresh = initializer(ctx.module, device)
         for key, members in keyed.items():
-            self._shard(key, members, params, device, fresh)
+            self._shard(key, members, params, ctx, device, fresh)
         self._place_buffers(params, device, fresh)
         if self.options.release_originals:
             params.release_originals()
@@ -79,6 +80,7 @@ class FSDP(tx.Plugin[Options]):
         key: _BucketKey,
         names: list[str],
         params: tx.Parameters,
+        ctx: tx.Context,
         device: torch.device,
         fresh: Callable[[str], torch.Tensor],
     ) -> None:
@@ -91,6 +93,8 @@ class FSDP(tx.Plugin[Options]):
             dtype,
             device,
             self._group,
+            lambda: [ctx.tensor(name) for name in names],
+            self._leftovers.request,
             getattr(torch, options.gather_dtype) if options.gather_dtype and dtype.is_floating_point else None,
             getattr(torch, options.reduce_dtype) if options.reduce_dtype else None,
         )
@@ -119,9 +123,7 @@ class FSDP(tx.Plugin[Options]):
             parallel.broadcast([whole], source, self._group)
         return whole
 
-    def _place_buffers(
-        self, params: tx.Parameters, device: torch.device, fresh: Callable[[str], torch.Tensor]
-    ) -> None:
+    def _place_buffers(self, params: tx.Parameters, device: torch.device, fresh: Callable[[str], torch.Tensor]) -> None:
         for name in params.buffers:
             params.replace(name, self._agreed(params, name, self._value(params, name, device, fresh)))
 
@@ -170,6 +172,11 @@ class FSDP(tx.Plugin[Options]):
             for name, gradient in bucket.reduce_stash().items():
                 parameter = ctx.tensor(name)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _reduce_leftovers(self, ctx: tx.Context) -> None:
+        """With a reducing backward everything is due, also what it did not reach."""
+        if any(bucket.holds_gradients for bucket in self._buckets):
+            ctx.sync_gradients()
 
     @tx.hookimpl
     def gradient_norm(self, parameters: list[torch.nn.Parameter], norm_type: float) -> torch.Tensor:
