@@ -1,6 +1,7 @@
 """The options of train.py and demo.py. Free of torch, so that demo.py refuses bad ones at once."""
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 import text
@@ -48,6 +49,13 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add("heads", 4, "attention heads in a block")
     add("width", 192, "features of the model")
     add("seed", 1, "seed of weights and batches")
+    scheme = "nf4" if find_spec("bitsandbytes") else "none"
+    parser.add_argument(
+        "--quant",
+        choices=("none", "int8", "nf4", "fp4"),
+        default=scheme,
+        help=f"hold the base model's weights in few bits while fine-tuning (default here: {scheme})",
+    )
     parser.add_argument("--fail-at", metavar="RANK:STEP", help="raise there, to see how a crash is reported")
     return parser
 

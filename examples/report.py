@@ -7,9 +7,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import thunder_xform as tx
+
 from rich import progress
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 
 @dataclass
@@ -119,3 +122,10 @@ def plot(curves: list[Curve], file: Path) -> None:
     axes[0][0].legend(frameon=False)
     figure.tight_layout()
     figure.savefig(file, dpi=120)
+
+
+def base_memory(gpt: nn.Module, handle: tx.Handle) -> str:
+    """What the frozen weights take, in the plain model and on this rank."""
+    plain = sum(parameter.nbytes for parameter in gpt.parameters())
+    held = sum(p.nbytes for p in handle.parameters.values() if not p.requires_grad)
+    return f"Base weights: {plain / 2**20:.2f} MiB in the plain model, {held / 2**20:.2f} MiB on each rank"

@@ -1,4 +1,4 @@
-"""Train a small GPT on one text, then fine-tune it with LoRA on another, on all ranks of a torchrun.
+"""Train a small GPT on one text, then fine-tune it, sharded, with LoRA on another, on all ranks of a torchrun.
 
     torchrun --nproc-per-node 2 examples/train.py
 
@@ -48,9 +48,10 @@ class Stage:
 def main() -> None:
     args = options.parse(__doc__)
     first = Stage("pretraining", ["ddp"], {}, args.pretraining, args.steps, args.lr)
-    second = Stage(
-        "fine-tuning", ["ddp", "lora"], {"lora": LORA}, args.finetuning, args.finetune_steps, args.finetune_lr
-    )
+    plugins, chosen = ["fsdp", "lora"], {"lora": LORA}
+    if args.quant != "none":
+        plugins, chosen = [*plugins, "quant"], chosen | {"quant": {"scheme": args.quant}}
+    second = Stage("fine-tuning", plugins, chosen, args.finetuning, args.finetune_steps, args.finetune_lr)
     dist.init_process_group("gloo")
     console = Console(quiet=dist.get_rank() != 0)
     torch.manual_seed(args.seed)
@@ -60,6 +61,7 @@ def main() -> None:
     handle, pretraining = train(gpt, first, args, console)
     gpt.load_state_dict(handle.state_dict())  # training left the module itself as it was
     handle, finetuning = train(gpt, second, args, console)
+    console.print(report.base_memory(gpt, handle))
 
     tx.checkpoint.save_adapter(handle, args.out / "adapter.safetensors")
     if dist.get_rank() == 0:
@@ -83,7 +85,8 @@ def train(
     windows = Windows(stage.text, args.window)
     batches = windows.random(args.batch, seed=1000 * args.seed + rank)
     held_out = windows.spread(args.batch, 8, rank, world_size)
-    curve = report.Curve(stage.name, list(handle.pipeline), sum(p.numel() for p in parameters))
+    trained = [handle.version(name).shape for name, p in handle.parameters.items() if p.requires_grad]
+    curve = report.Curve(stage.name, list(handle.pipeline), sum(map(math.prod, trained)))
 
     with report.Progress(curve, stage.steps, console) as progress:
         curve.before = validate(model, held_out)

@@ -33,7 +33,7 @@ def run(torchrun, texts, tmp_path_factory):
     options = [f"--{name}={value}" for name, value in SIZES.items()]
     done = torchrun(
         *options, f"--steps={STEPS}", f"--finetune-steps={FINETUNE_STEPS}", f"--lr={PEAK_LR}", "--out", out,
-        "--text", texts[0], "--finetune-text", texts[1],
+        "--text", texts[0], "--finetune-text", texts[1], "--quant=none",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return out, done.stdout
@@ -80,7 +80,7 @@ def test_pretraining_equals_plain_pytorch(examples, run, curves, texts):
 
 def test_finetuning_improves_on_the_new_text(curves):
     curve = curves[1]
-    assert curve["pipeline"] == ["lora", "ddp"]
+    assert curve["pipeline"] == ["lora", "fsdp"]
     assert len(curve["losses"]) == FINETUNE_STEPS
     assert curve["after"] < curve["before"]
     assert curve["trained"] < curves[0]["trained"]
@@ -112,7 +112,24 @@ def test_picture_and_table(run):
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert printed.count("pretraining") >= 2  # the bar and the table, from one rank only
     assert printed.count("Validation loss") == 1
-    assert "lora -> ddp" in printed
+    assert "lora -> fsdp" in printed
+
+
+@pytest.mark.timeout(400)
+def test_finetuning_on_a_quantized_base_holds_it_in_few_bits(torchrun, texts, tmp_path):
+    sizes = SIZES | {"width": 64}
+    options = [f"--{name}={value}" for name, value in sizes.items()]
+    done = torchrun(
+        *options, "--steps=1", "--finetune-steps=3", "--quant=int8", "--out", tmp_path,
+        "--text", texts[0], "--finetune-text", texts[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "quant -> lora -> fsdp" in done.stdout
+    plain, held = map(float, re.search(r"Base weights: (\S+) MiB .*, (\S+) MiB", done.stdout).groups())
+    assert held < plain / 2  # half of it is on the other rank, and the linear layers take a quarter
+    losses = json.loads((tmp_path / "metrics.json").read_text())[1]["losses"]
+    assert len(losses) == 3
+    assert all(loss < 6 for loss in losses)
 
 
 @pytest.mark.timeout(400)

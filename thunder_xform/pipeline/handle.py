@@ -10,6 +10,7 @@ import torch
 
 from thunder_xform.checkpoint import IncompatibleKeys, Kind, export_state, import_state, sharding
 from thunder_xform.errors import PipelineError
+from thunder_xform.host.ledger import Version
 from thunder_xform.host.module import transforms_of
 from thunder_xform.host.transformed import session_of
 from thunder_xform.pipeline.events import CompileEvent
@@ -40,6 +41,10 @@ class Handle:
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """The compiled model's parameters by name, tied ones once."""
         return self._session.parameters()
+
+    def version(self, name: str) -> Version:
+        """Logical and stored shape, dtype, layout, owner and origin of a parameter or buffer."""
+        return self._session.ledger.latest(name)
 
     @property
     def events(self) -> tuple[CompileEvent, ...]:
