@@ -8,6 +8,7 @@ import thunder_xform as tx  # Before Thunder.
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from thunder_xform.testing.fixtures import ranks
+from thunder_xform_lora import load_peft, peft_options, save_peft
 
 __all__ = ["ranks"]
 
@@ -39,19 +41,75 @@ def jit() -> Callable[..., Any]:
     return make
 
 
+def file_key(name: str) -> str:
+    """What PEFT calls a parameter of its model in files."""
+    return name.replace(".modules_to_save.default", "").replace(".default", "")
+
+
 @pytest.fixture
 def peft_of() -> Callable[..., PeftModel]:
     """``peft_of(model, compiled, **options)``: PEFT's model with the adapter values of ``compiled``."""
 
     def make(model: torch.nn.Module, compiled: Any, **options: Any) -> PeftModel:
         made = get_peft_model(copy.deepcopy(model), LoraConfig(**options))
-        ours = {f"base_model.model.{n}": p for n, p in compiled.named_parameters() if "lora_" in n}
-        theirs = {name: p for name, p in made.named_parameters() if "lora_" in name}
-        assert ours.keys() == theirs.keys()
         with torch.no_grad():
-            for name, parameter in theirs.items():
-                assert (parameter.shape, parameter.dtype) == (ours[name].shape, ours[name].dtype)
-                parameter.copy_(ours[name])
+            for ours, theirs in pairs(compiled, made):
+                assert (theirs.shape, theirs.dtype) == (ours.shape, ours.dtype)
+                theirs.copy_(ours)
         return made
 
     return make
+
+
+def pairs(compiled: Any, reference: PeftModel) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """All trainable parameters of the compiled model, each with PEFT's."""
+    ours = {name: p for name, p in compiled.named_parameters() if p.requires_grad}
+    keys = tx.handle(compiled).plugin("lora").file_keys("default")
+    assert set(keys.values()) == ours.keys()
+    theirs = {file_key(name): p for name, p in reference.named_parameters() if p.requires_grad}
+    missing = theirs.keys() ^ {f"base_model.model.{key}" for key in keys}
+    assert not missing, missing
+    return [(ours[name], theirs[f"base_model.model.{key}"]) for key, name in keys.items()]
+
+
+@pytest.fixture
+def assert_like_peft(jit: Callable[..., Any], peft_of: Callable[..., PeftModel], tmp_path: Path) -> Callable[..., Any]:
+    """``assert_like_peft(model, x, **options)``: the same outputs and gradients in 20 steps of AdamW, and files
+    that each side loads from the other. Returns the compiled model.
+    """
+
+    def check(model: torch.nn.Module, x: torch.Tensor, **options: Any) -> Any:
+        compiled = jit(model, **options)
+        reference = peft_of(model, compiled, **options)
+        plain = copy.deepcopy(model.state_dict())
+        both = pairs(compiled, reference)
+        optimizers = [torch.optim.AdamW([pair[side] for pair in both], lr=3e-3) for side in (0, 1)]
+        assert not torch.allclose(compiled(x), model(x), atol=1e-3)
+        for _ in range(20):
+            ours, theirs = compiled(x), reference(x)
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+            for out, optimizer in zip((ours, theirs), optimizers, strict=True):
+                optimizer.zero_grad()
+                out.sin().mean().backward()
+            for own, others in both:
+                torch.testing.assert_close(own.grad, others.grad, atol=1e-6, rtol=1e-5)
+            for optimizer in optimizers:
+                optimizer.step()
+        for own, others in both:
+            torch.testing.assert_close(own, others, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model.state_dict(), plain, atol=0, rtol=0)
+        save_peft(tx.handle(compiled), tmp_path / "ours")
+        loaded = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "ours")
+        torch.testing.assert_close(loaded(x), compiled(x), atol=1e-6, rtol=1e-6)
+        reference.save_pretrained(tmp_path / "theirs")
+        pipeline = tx.registry.resolve(["lora"], options={"lora": peft_options(tmp_path / "theirs")})
+        again = thunder.jit(model, transforms=pipeline)
+        load_peft(tx.handle(again), tmp_path / "theirs")
+        with torch.no_grad():
+            torch.testing.assert_close(again(x), reference(x), atol=1e-6, rtol=1e-6)
+        merged = copy.deepcopy(model)
+        merged.load_state_dict(tx.handle(compiled).state_dict(), strict=True)
+        torch.testing.assert_close(merged(x), compiled(x), atol=1e-5, rtol=1e-5)
+        return compiled
+
+    return check

@@ -202,3 +202,47 @@ def saved(names, path):
 def test_adapter_file(ranks, tmp_path):
     assert ranks.run(saved, ["lora", "ddp"], tmp_path / "adapter.safetensors") == [True, True]
     assert [file.name for file in tmp_path.iterdir()] == ["adapter.safetensors"]
+
+
+def to_peft_and_back(names, folder):
+    """An adapter saved from two ranks, by rank 0, with the gradients that it takes; then read into other adapters."""
+    from thunder_xform_lora import load_peft, peft_options, save_peft
+
+    options = {"lora": {"r": R, "lora_alpha": ALPHA, "bias": "lora_only", "modules_to_save": ["last"]}}
+    model, compiled = make(names, options)
+    handle = tx.handle(compiled)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.AdamW([p for p in compiled.parameters() if p.requires_grad], lr=1e-1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        compiled(x).sin().sum().backward()
+        optimizer.step()
+    save_peft(handle, folder)
+    dist.barrier()
+    _, again = make(names, {"lora": peft_options(folder)})
+    load_peft(tx.handle(again), folder)
+    # What cannot be read on one rank is an error on both, and changes nothing.
+    state = tx.handle(again).state_dict("adapter")
+    missing = folder if dist.get_rank() == 0 else f"{folder}-missing"
+    try:
+        load_peft(tx.handle(again), missing)
+        error = "none"
+    except tx.errors.XformError as caught:
+        error = type(caught).__name__
+    unchanged = all(torch.equal(t, state[n]) for n, t in tx.handle(again).state_dict("adapter").items())
+    return compiled(x).detach(), again(x).detach(), model(x).detach(), error, unchanged
+
+
+@pytest.mark.parametrize("names", [["lora", "fsdp"], ["lora", "ddp"]], ids="+".join)
+def test_peft_files_of_a_distributed_model(ranks, tmp_path, names):
+    from peft import PeftModel
+
+    results = ranks.run(to_peft_and_back, names, str(tmp_path))
+    reference = PeftModel.from_pretrained(Net.seeded(), str(tmp_path))
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
+    for rank, (out, again, base, error, unchanged) in enumerate(results):
+        torch.testing.assert_close(out, reference(x), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(again, out, atol=1e-6, rtol=1e-6)
+        assert not torch.allclose(out, base, atol=0.1)
+        assert error == ("ParallelError" if rank == 0 else "CheckpointError")
+        assert unchanged

@@ -198,9 +198,15 @@ def test_a_pickle_that_runs_code_is_refused(jit, tmp_path):
         load_peft(tx.handle(jit(Net())), tmp_path)
 
 
+def test_patterns_keep_their_order(jit, tmp_path):
+    patterns = {"middle": 3, "first|middle": 2}
+    save_peft(tx.handle(jit(Net(), rank_pattern=patterns)), tmp_path)
+    assert list(peft_options(tmp_path)["rank_pattern"].items()) == list(patterns.items())
+
+
 def test_what_peft_cannot_have_is_not_saved(jit, tmp_path):
     with pytest.raises(tx.errors.CheckpointError, match="only on layers inside a model"):
         save_peft(tx.handle(jit(nn.Linear(8, 8))), tmp_path)
-    with pytest.raises(tx.errors.CheckpointError, match="no adapter 'defualt'"):
+    with pytest.raises(tx.errors.PipelineError, match=r"no adapter 'defualt'"):
         save_peft(tx.handle(jit(Net())), tmp_path, "defualt")
     assert not list(tmp_path.iterdir())

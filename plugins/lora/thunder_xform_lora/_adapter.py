@@ -10,12 +10,10 @@ import torch
 import thunder_xform as tx
 from thunder_xform_lora._targets import Target
 
-#: The name of the first adapter, as in PEFT.
-DEFAULT = "default"
 _PARTS = ("lora_A", "lora_B")
 
 
-def names(target: Target, adapter: str = DEFAULT) -> tuple[str, str]:
+def names(target: Target, adapter: str) -> tuple[str, str]:
     """Names of A and B, as in a PEFT model: ``<module>.lora_A.<adapter>.weight``, and so for ``lora_B``."""
     return _names(target.modules[0], adapter)
 
@@ -32,8 +30,11 @@ def file_keys(target: Target, adapter: str) -> dict[str, str]:
     return dict(zip(keys, names(target, adapter) * len(target.modules), strict=True))
 
 
-def add(targets: Iterable[Target], params: tx.Parameters, adapter: str = DEFAULT) -> None:
-    """Add A and B of each target, initialized as by PEFT: A like the weight of a torch.nn.Linear, B zero.
+def add(targets: Iterable[Target], adapter: str, init: bool | str, params: tx.Parameters) -> None:
+    """Add A and B of each target.
+
+    Initialized as by PEFT: A like the weight of a torch.nn.Linear, or for "gaussian" from a normal distribution of
+    standard deviation 1 / r; B zero, or for False like A.
 
     They are float64 for a float64 weight, otherwise float32, as PEFT's are (``autocast_adapter_dtype``).
     """
@@ -41,8 +42,13 @@ def add(targets: Iterable[Target], params: tx.Parameters, adapter: str = DEFAULT
         base = params.version(target.weight)
         dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
         a = torch.empty(target.r, target.in_features, dtype=dtype, device=base.device)
-        torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5))
         b = torch.zeros(target.out_features, target.r, dtype=dtype, device=base.device)
+        if init == "gaussian":
+            torch.nn.init.normal_(a, std=1 / target.r)
+        else:
+            torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        if not init:
+            torch.nn.init.kaiming_uniform_(b, a=math.sqrt(5))
         # Tied layers have one adapter under the names of each.
         tied = [_names(module, adapter) for module in target.modules[1:]]
         for index, tensor in enumerate((a, b)):

@@ -31,7 +31,8 @@ _IGNORED = frozenset(
 
 
 def _known() -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(Options))
+    """Options that PEFT has; names of adapters are not in files."""
+    return frozenset(field.name for field in dataclasses.fields(Options)) - {"adapters"}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             "Pass a LoRA adapter.",
             path=str(path),
         )
-    unknown = sorted(name for name in config.keys() - _known() - _IGNORED if _asks(name, config[name]))
+    unknown = sorted(name for name in config.keys() - _known() - _IGNORED if _asks(config[name]))
     if unknown:
         told = ", ".join(f"{name}={config[name]!r}" for name in unknown)
         raise CheckpointError(
@@ -71,13 +72,21 @@ def read_config(folder: Path) -> dict[str, Any]:
             "Save the adapter with PEFT once more: it fills them in.",
             path=str(path),
         )
-    return {name: config[name] for name in config if name in _known()}
+    options = {name: config[name] for name in config if name in _known()}
+    if options.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        raise CheckpointError(
+            f"{path} says init_lora_weights={options['init_lora_weights']!r}, and such adapters may go with another "
+            f"base model than the plain one.",
+            "Convert the adapter with PEFT (path_initial_model_for_weight_conversion).",
+            path=str(path),
+            fields=("init_lora_weights",),
+        )
+    return options
 
 
-def _asks(name: str, value: object) -> bool:
+def _asks(value: object) -> bool:
     """Whether the value of a field asks for anything; PEFT writes all of them."""
-    neutral = {"bias": "none", "init_lora_weights": True}.get(name)
-    return value not in (None, False, neutral) and value not in ({}, [], "")
+    return value not in (None, False) and value not in ({}, [], "")
 
 
 def write_config(path: Path, options: Options, modules: Sequence[str]) -> None:
@@ -98,4 +107,5 @@ def write_config(path: Path, options: Options, modules: Sequence[str]) -> None:
         "base_model_name_or_path": None,
         "inference_mode": True,
     }
-    path.write_text(json.dumps(values, indent=2, sort_keys=True), "utf-8")
+    # Unsorted: of the keys of a pattern the first one that fits counts.
+    path.write_text(json.dumps(values, indent=2), "utf-8")

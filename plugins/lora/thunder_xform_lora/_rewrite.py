@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import thunder_xform as tx
 from thunder_xform_lora import _adapter
@@ -10,27 +10,33 @@ from thunder_xform_lora._targets import Target
 
 
 def apply_adapters(
-    computation: tx.Computation, targets: Iterable[Target], dropout: Callable[[Target], float]
+    computation: tx.Computation,
+    targets: Iterable[Target],
+    weights: Mapping[str, float],
+    dropout: Callable[[Target], float],
 ) -> tx.Computation:
-    """Add to every application of a target's weight what its adapter contributes.
+    """Add to every application of a target's weight what its adapters contribute.
 
     Args:
         computation: the trace before differentiation.
         targets: the weights with adapters.
+        weights: of the active adapters, by name.
         dropout: the probability, now, for a target.
     """
     by_weight = {target.weight: target for target in targets}
 
     def adapted(operation: tx.Operation, edit: tx.Edit) -> object:
         target = by_weight[str(operation.linear_weight)]
-        a, b = map(edit.parameter, _adapter.names(target))
         result = operation.call()
+        dtype = result.dtype
         # The order of operations and the dtypes are PEFT's.
-        x = tx.ops.to(operation.args[0], a.dtype)
-        if p := dropout(target):
-            x = tx.ops.dropout(x, p, True)
-        delta = tx.ops.linear(tx.ops.linear(x, a), b) * target.scaling
-        return tx.ops.to(result + delta, result.dtype)
+        for adapter, weight in weights.items():
+            a, b = map(edit.parameter, _adapter.names(target, adapter))
+            x = tx.ops.to(operation.args[0], a.dtype)
+            if p := dropout(target):
+                x = tx.ops.dropout(x, p, True)
+            result = result + tx.ops.linear(tx.ops.linear(x, a), b) * (target.scaling * weight)
+        return tx.ops.to(result, dtype)
 
     return computation.rewrite(lambda operation: operation.linear_weight in by_weight, adapted)
 

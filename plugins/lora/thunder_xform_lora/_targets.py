@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora.options import ALL_LINEAR, Options
-
-Pattern = str | Sequence[str]
+from thunder_xform_lora._patterns import Pattern, check_patterns, error, inside_saved, matches, resembling, targeted
+from thunder_xform_lora.options import ALL_LINEAR, Options, fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +48,11 @@ def find_targets(options: Options, params: tx.Parameters, ctx: tx.Context) -> tu
         r, scaling = options.rank_of(paths[0]), options.scaling_of(paths[0])
         _check_rank(r, paths[0], layer, ctx)
         _check_ties(weight, paths, params, ctx)
+        if unlike := [p for p in paths if (options.rank_of(p), options.scaling_of(p)) != (r, scaling)]:
+            problem = f"{paths[0]!r} and {unlike[0]!r} share one weight and adapter, but not the rank or scaling."
+            raise error(ctx, "rank_pattern", options.rank_pattern, problem, "Give both the same.")
         targets.append(Target(weight, tuple(paths), layer.out_features, layer.in_features, r, scaling))
     return tuple(targets)
-
-
-def matches(pattern: Pattern, path: str) -> bool:
-    """Whether a module's name matches, by PEFT's rule: a text is a regular expression for the whole name, a
-    list holds names and dotted suffixes.
-    """
-    if isinstance(pattern, str):
-        return re.fullmatch(pattern, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in pattern)
 
 
 def _select(options: Options, ctx: tx.Context) -> dict[str, torch.nn.Linear]:
@@ -72,21 +63,46 @@ def _select(options: Options, ctx: tx.Context) -> dict[str, torch.nn.Linear]:
         found = [p for p, m in modules.items() if isinstance(m, torch.nn.Linear) and m is not head]
         if not found:
             problem = f"{type(ctx.module).__name__} has no torch.nn.Linear that could get an adapter."
-            raise _error(ctx, "target_modules", wanted, problem, "Leave out 'lora'.")
+            raise error(ctx, "target_modules", wanted, problem, "Leave out 'lora'.")
     else:
-        _check_patterns("target_modules", wanted, modules, ctx)
-        found = [p for p in modules if matches(wanted, p)]
-    _check_patterns("exclude_modules", excluded, modules, ctx)
-    kept = [p for p in found if not matches(excluded, p)] if excluded else found
+        check_patterns("target_modules", wanted, modules, ctx)
+        found = [p for p in modules if targeted(options, p)]
+    check_patterns("exclude_modules", excluded, modules, ctx)
+    kept = [p for p in found if not inside_saved(options, p) and not (excluded and matches(excluded, p))]
+    if not found:
+        raise error(
+            ctx,
+            "layers_to_transform",
+            options.layers_to_transform,
+            f"No module that `target_modules` {wanted!r} names is in a layer of `layers_to_transform` "
+            f"{options.layers_to_transform!r} (`layers_pattern` {options.layers_pattern!r}).",
+            "Give indices that the stack has, counted from 0, and the stack's own name.",
+        )
     if not kept:
-        raise _error(
+        raise error(
             ctx,
             "exclude_modules",
             excluded,
-            f"`exclude_modules` {excluded!r} leaves nothing of `target_modules` {wanted!r}.",
+            f"`exclude_modules` {excluded!r} leaves nothing of `target_modules` {wanted!r}"
+            f"{f' with `modules_to_save` {options.modules_to_save!r}' if options.modules_to_save else ''}.",
             "Exclude less.",
         )
+    _check_settings(options, kept, ctx)
     return {path: _linear(path, modules[path], wanted, ctx) for path in kept}
+
+
+def _check_settings(options: Options, paths: Sequence[str], ctx: tx.Context) -> None:
+    """Refuse a rank or scaling for a layer that has no adapter."""
+    for option in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(options, option):
+            if not any(fits(pattern, path) for path in paths):
+                raise error(
+                    ctx,
+                    option,
+                    pattern,
+                    f"`{option}` {pattern!r} is for none of the {len(paths)} layers with adapters.",
+                    f"Closest names: {', '.join(map(repr, resembling(pattern, paths)))}.",
+                )
 
 
 def _output_layer(module: torch.nn.Module) -> torch.nn.Module | None:
@@ -95,31 +111,10 @@ def _output_layer(module: torch.nn.Module) -> torch.nn.Module | None:
     return getter() if callable(getter) else None
 
 
-def _check_patterns(option: str, pattern: Pattern, modules: dict[str, torch.nn.Module], ctx: tx.Context) -> None:
-    """Refuse a pattern that matches no module at all: it is most likely misspelt."""
-    for part in [pattern] if isinstance(pattern, str) else [(name,) for name in pattern]:
-        if not any(matches(part, path) for path in modules):
-            text = part if isinstance(part, str) else part[0]
-            raise _error(
-                ctx,
-                option,
-                text,
-                f"`{option}` {text!r} matches no module of {type(ctx.module).__name__}.",
-                f"Closest names: {', '.join(map(repr, _closest(text, modules)))}.",
-            )
-
-
-def _closest(text: str, modules: dict[str, torch.nn.Module]) -> list[str]:
-    """Last components and full names of linear layers that resemble ``text``."""
-    paths = [path for path, module in modules.items() if isinstance(module, torch.nn.Linear)]
-    names = dict.fromkeys([ALL_LINEAR, *(path.rpartition(".")[2] for path in paths), *paths])
-    return difflib.get_close_matches(text, names, n=5, cutoff=0.5) or list(names)[:5]
-
-
 def _linear(path: str, module: torch.nn.Module, wanted: Pattern, ctx: tx.Context) -> torch.nn.Linear:
     if isinstance(module, torch.nn.Linear):
         return module
-    raise _error(
+    raise error(
         ctx,
         "target_modules",
         wanted,
@@ -134,7 +129,7 @@ def _weight_of(path: str, layer: torch.nn.Linear, params: tx.Parameters, ctx: tx
     shape = (layer.out_features, layer.in_features)
     if name not in params or params.version(name).shape != shape:
         found = f"is {params.version(name).shape}" if name in params else "is computed from other parameters"
-        raise _error(
+        raise error(
             ctx,
             "target_modules",
             path,
@@ -147,7 +142,7 @@ def _weight_of(path: str, layer: torch.nn.Linear, params: tx.Parameters, ctx: tx
 def _check_rank(r: int, path: str, layer: torch.nn.Linear, ctx: tx.Context) -> None:
     largest = min(layer.out_features, layer.in_features)
     if r > largest:
-        raise _error(
+        raise error(
             ctx,
             "r",
             r,
@@ -163,7 +158,7 @@ def _check_ties(weight: str, paths: list[str], params: tx.Parameters, ctx: tx.Co
     """
     for path in _other_owners(weight, paths, params):
         if isinstance(ctx.module.get_submodule(path), torch.nn.Linear):
-            raise _error(
+            raise error(
                 ctx,
                 "target_modules",
                 path,
@@ -180,9 +175,3 @@ def _other_owners(weight: str, paths: Sequence[str], params: tx.Parameters | tx.
 def tied_elsewhere(target: Target, ctx: tx.Context) -> tuple[str, ...]:
     """Modules that share the weight without its adapter, such as a tied embedding."""
     return tuple(_other_owners(target.weight, target.modules, ctx))
-
-
-def _error(ctx: tx.Context, option: str, value: object, problem: str, remedy: str) -> tx.errors.OptionError:
-    return tx.errors.OptionError(
-        problem, remedy, plugin=ctx.plugin, distribution=ctx.distribution, option=option, value=repr(value)
-    )

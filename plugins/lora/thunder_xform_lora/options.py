@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 #: The value of ``target_modules`` that stands for every linear layer but a language model's output layer.
 ALL_LINEAR = "all-linear"
+#: The name of the first adapter, as in PEFT.
+DEFAULT = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Which linear layers get an adapter, and how large it is.
 
-    An adapter changes ``y = x @ W.T + bias`` to ``y + dropout(x) @ A.T @ B.T * (lora_alpha / r)``, with A of
-    shape (r, in_features) and B of shape (out_features, r).
+    An adapter changes ``y = x @ W.T + bias`` to ``y + dropout(x) @ A.T @ B.T * scaling``, with A of shape
+    (r, in_features), B of shape (out_features, r), and the scaling lora_alpha / r.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022.
     """
@@ -32,26 +35,109 @@ class Options:
     exclude_modules: str | Sequence[str] | None = None
     """Names, full or as dotted suffixes, or a regular expression: what matches gets no adapter."""
 
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    """Other ranks for some layers, by name, dotted suffix or regular expression for one; the first that fits counts."""
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    """Other values of lora_alpha for some layers, in the same way."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r) instead. Source: Kalajdzievski, "A Rank Stabilization Scaling Factor", 2023."""
+    layers_to_transform: int | Sequence[int] | None = None
+    """Indices of the layers of a stack to keep to; `target_modules` is a list of names then."""
+    layers_pattern: str | Sequence[str] | None = None
+    """Name of that stack, or several, such as "layers"; the first one with an index in a layer's name if None."""
+    init_lora_weights: bool | Literal["gaussian"] = True
+    """True: adapters start as zero. "gaussian": too, with A normal instead of uniform. False: at random."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases train, too: none, all of the model's, or those of layers with adapters."""
+    modules_to_save: Sequence[str] | None = None
+    """Endings of the names of modules that train and are saved whole, with the adapters, such as a new head."""
+    adapters: Sequence[str] = (DEFAULT,)
+    """Names of the adapters that the model holds, all of these options. The first is active until another is chosen."""
+
     def __post_init__(self) -> None:
-        if not _is_number(self.r) or self.r != int(self.r) or self.r < 1:
+        object.__setattr__(self, "adapters", tuple(self.adapters))
+        if not self.adapters or len(set(self.adapters)) < len(self.adapters):
+            raise ValueError(f"`adapters` is {self.adapters!r}, but one name is needed at least, and none twice")
+        if odd := [name for name in self.adapters if not name or "." in name]:
+            raise ValueError(f"`adapters` has {odd[0]!r}, but names of adapters are not empty and have no dots")
+        if not _is_rank(self.r):
             raise ValueError(f"`r` is {self.r!r}, but a rank is a whole number of at least 1")
-        if not _is_number(self.lora_alpha) or self.lora_alpha <= 0:
+        if not _is_scaling(self.lora_alpha):
             raise ValueError(f"`lora_alpha` is {self.lora_alpha!r}, but a scaling must be positive")
         if not _is_number(self.lora_dropout) or not 0 <= self.lora_dropout < 1:
             raise ValueError(f"`lora_dropout` is {self.lora_dropout!r}, but a probability is wanted, below 1")
+        for option, accepts, wanted in (
+            ("rank_pattern", _is_rank, "ranks are whole numbers of at least 1"),
+            ("alpha_pattern", _is_scaling, "a scaling must be positive"),
+        ):
+            for pattern, value in getattr(self, option).items():
+                _check_expression(option, pattern)
+                if not accepts(value):
+                    raise ValueError(f"`{option}` has {value!r} for {pattern!r}, but {wanted}")
         if self.exclude_modules is not None:
             object.__setattr__(self, "exclude_modules", _pattern("exclude_modules", self.exclude_modules))
         object.__setattr__(self, "target_modules", _pattern("target_modules", self.target_modules))
         if not self.target_modules:
             raise ValueError(f"`target_modules` is empty; name layers or write {ALL_LINEAR!r}")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        if self.layers_to_transform is None:
+            if self.layers_pattern:
+                raise ValueError(f"`layers_pattern` is {self.layers_pattern!r}, but `layers_to_transform` is not given")
+        elif isinstance(self.target_modules, str):
+            raise ValueError(
+                f"`layers_to_transform` goes with a list of names, but `target_modules` is {self.target_modules!r}"
+            )
+        for pattern in self.layer_patterns:
+            _check_expression("layers_pattern", pattern)
+
+    @property
+    def layer_patterns(self) -> tuple[str, ...]:
+        """``layers_pattern`` as a tuple."""
+        return (self.layers_pattern,) if isinstance(self.layers_pattern, str) else tuple(self.layers_pattern or ())
+
+    @property
+    def layer_indices(self) -> frozenset[int] | None:
+        """``layers_to_transform`` as a set; None for all layers. PEFT takes an empty list for all, too."""
+        if isinstance(self.layers_to_transform, int):
+            return frozenset([self.layers_to_transform])
+        return frozenset(self.layers_to_transform or ()) or None
 
     def rank_of(self, path: str) -> int:
         """Rank of the adapter of the layer of that name."""
-        return self.r
+        return self.rank_pattern.get(_fitting(self.rank_pattern, path), self.r)
 
     def scaling_of(self, path: str) -> float:
         """Factor of the output of that layer's adapter."""
-        return self.lora_alpha / self.rank_of(path)
+        alpha = self.alpha_pattern.get(_fitting(self.alpha_pattern, path), self.lora_alpha)
+        rank = self.rank_of(path)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _fitting(patterns: Mapping[str, object], path: str) -> str:
+    """The first pattern that fits the end of a name; the name itself if none does."""
+    return next((pattern for pattern in patterns if fits(pattern, path)), path)
+
+
+def fits(pattern: str, path: str) -> bool:
+    """Whether a key of ``rank_pattern`` or ``alpha_pattern`` is for the layer of that name."""
+    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int | float) and _is_number(value) and value == int(value) and value >= 1
+
+
+def _is_scaling(value: object) -> bool:
+    return isinstance(value, int | float) and _is_number(value) and value > 0
+
+
+def _check_expression(option: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"`{option}` has {pattern!r}, which is no valid regular expression ({error})") from None
 
 
 def _is_number(value: object) -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 import thunder_xform as tx
 from thunder_xform_lora import _adapter
+from thunder_xform_lora._merge import merge, unmerge
 from thunder_xform_lora._rewrite import applied_weights, apply_adapters
+from thunder_xform_lora._selection import Selection
 from thunder_xform_lora._targets import Target, find_targets, tied_elsewhere
+from thunder_xform_lora._trained import Trained, add_copies, export_copies, find_trained, read_copies
 from thunder_xform_lora.options import Options
 
 
@@ -19,44 +24,116 @@ class LoRA(tx.Plugin[Options]):
     """
 
     _targets: tuple[Target, ...]
+    _trained: tuple[Trained, ...]
+    _selection: Selection
     #: modules whose mode decides whether dropout is on, by target weight; empty without dropout
     _modes: dict[str, torch.nn.Module]
+    #: what `merge` changes parameters through
+    _grip: tuple[tx.Parameters, tx.Context]
+    #: weights that merged ones stand for, by name
+    _unmerged: dict[str, torch.Tensor]
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of the layers with adapters, in module order but for tied ones."""
         return tuple(path for target in self._targets for path in target.modules)
 
+    @property
+    def active_adapters(self) -> Mapping[str, float]:
+        """Weights of the adapters that take part, by name."""
+        return self._selection.active
+
+    def set_adapter(self, adapters: str | Sequence[str] | Mapping[str, float]) -> None:
+        """Let other adapters take part from now on: one, or the sum of several, or a weighted sum.
+
+        Each selection compiles once; coming back to one finds its code. On every rank alike.
+
+        Raises:
+            PipelineError: an unknown name, a weight that is no number, several of which only one can be active, or
+                adapters are merged.
+        """
+        self._selection.choose(adapters)
+
+    def disable(self) -> None:
+        """Let the model compute what it does without adapters, until :meth:`enable` or :meth:`set_adapter`."""
+        self._selection.enable(False)
+
+    def enable(self) -> None:
+        """Let the adapters take part that were active before :meth:`disable`."""
+        self._selection.enable(True)
+
+    def merge(self) -> None:
+        """Add the active adapters to the weights, in copies that the compiled model reads until :meth:`unmerge`.
+
+        One rounding to a weight's dtype an adapter; the model's own weights stay as they are. On every rank alike.
+
+        Raises:
+            PipelineError: a weight is quantized, sharded, tied or trains, or adapters are merged already; nothing is
+                changed then.
+        """
+        active = self._selection.active
+        if self._selection.merged or not active:
+            raise tx.errors.PipelineError(
+                f"{'Adapters are merged already' if active else 'All adapters are disabled'}.",
+                f"Call {'unmerge' if active else 'enable'}() first.",
+            )
+        self._unmerged = merge(self._targets, active, *self._grip)
+        self._selection.merged = True
+
+    def unmerge(self) -> None:
+        """Take the adapters out of the weights again, exactly.
+
+        Raises:
+            PipelineError: none are merged.
+        """
+        if not self._selection.merged:
+            raise tx.errors.PipelineError("No adapters are merged.", "Call merge() first.")
+        unmerge(self._unmerged, self._grip[0])
+        self._unmerged = {}
+        self._selection.merged = False
+
     def file_keys(self, adapter: str) -> dict[str, str]:
         """Names of an adapter's tensors by what PEFT calls them in files, relative to the model.
 
         Raises:
-            CheckpointError: there is no such adapter.
+            PipelineError: there is no such adapter.
         """
-        if adapter != _adapter.DEFAULT:
-            raise tx.errors.CheckpointError(
-                f"The model has no adapter {adapter!r}.", f"It has {_adapter.DEFAULT!r}.", adapter=adapter
-            )
-        return {k: name for target in self._targets for k, name in _adapter.file_keys(target, adapter).items()}
+        self._selection.check(adapter)
+        keys = {k: name for target in self._targets for k, name in _adapter.file_keys(target, adapter).items()}
+        return keys | {key: each.name(adapter) for each in self._trained for key in each.keys}
 
     @tx.hookimpl
     def update_model_state(self, params: tx.Parameters, ctx: tx.Context) -> None:
-        self._targets = find_targets(self.options, params, ctx)
-        dropped = self._targets if self.options.lora_dropout else ()
+        options = self.options
+        self._grip = params, ctx
+        self._targets = find_targets(options, params, ctx)
+        self._trained = find_trained(options, self._targets, params, ctx)
+        kinds = [f"{k}={getattr(options, k)!r}" for k in ("bias", "modules_to_save") if self._trained]
+        self._selection = Selection(
+            options.adapters, f"they hold copies of parameters ({', '.join(kinds)})" if kinds else ""
+        )
+        dropped = self._targets if options.lora_dropout else ()
         self._modes = {target.weight: ctx.module.get_submodule(target.modules[0]) for target in dropped}
         for name in params:
             if params.version(name).origin == "model":
                 params.set_requires_grad(name, False)
-        _adapter.add(self._targets, params)
+        for adapter in options.adapters:
+            _adapter.add(self._targets, adapter, options.init_lora_weights, params)
+            add_copies(self._trained, adapter, params)
 
     @tx.hookimpl
-    def guard_key(self) -> tuple[bool, ...]:
-        return tuple([module.training for module in self._modes.values()])
+    def guard_key(self) -> tuple[object, ...]:
+        return (self._selection.key, *[module.training for module in self._modes.values()])
 
     @tx.hookimpl
     def before_autograd(self, computation: tx.Computation, ctx: tx.Context) -> tx.Computation:
         self._check_reachable(computation, ctx)
-        return apply_adapters(computation, self._targets, self._dropout)
+        active = self._selection.active
+        if not self._selection.merged:
+            computation = apply_adapters(computation, self._targets, active, self._dropout)
+        for adapter in active if self._trained else ():
+            computation = read_copies(self._trained, adapter, computation)
+        return computation
 
     def _dropout(self, target: Target) -> float:
         module = self._modes.get(target.weight)
@@ -76,11 +153,12 @@ class LoRA(tx.Plugin[Options]):
 
     @tx.hookimpl
     def export_state(self, state: dict[str, torch.Tensor], ctx: tx.Context) -> dict[str, torch.Tensor] | None:
-        """Full: adapters merged into the weights. Otherwise as they are."""
+        """Full: active adapters merged into the weights. Otherwise as they are."""
         if ctx.state_kind != "full":
             return None
         state = dict(state)
-        for target in self._targets:
+        active = self._selection.active
+        for target in self._targets if active and not self._selection.merged else ():
             if tied := tied_elsewhere(target, ctx):
                 path = target.modules[0]
                 raise tx.errors.CheckpointError(
@@ -88,19 +166,29 @@ class LoRA(tx.Plugin[Options]):
                     f"the plain model, where they are tied, cannot compute the same.",
                     f"Save kind='adapter', or train without this adapter: exclude_modules=[{path!r}].",
                 )
-            a, b = map(state.pop, _adapter.names(target))
-            state[target.weight] = _adapter.merged(state[target.weight], a, b, target.scaling)
-        return state
+            for adapter, weight in active.items():
+                a, b = (state[name] for name in _adapter.names(target, adapter))
+                state[target.weight] = _adapter.merged(state[target.weight], a, b, target.scaling * weight)
+        for adapter in active:
+            export_copies(self._trained, adapter, state)
+        own = {name for adapter in self.options.adapters for name in self.file_keys(adapter).values()}
+        return {name: tensor for name, tensor in state.items() if name not in own}
 
     @tx.hookimpl
     def import_state(self, state: dict[str, torch.Tensor], ctx: tx.Context) -> dict[str, torch.Tensor] | None:
         """Full: the weights as given, and adapters that add nothing to them. Otherwise as they are."""
+        if self._selection.merged:
+            raise tx.errors.CheckpointError(
+                "The adapters are merged into the model's weights.", "Call handle.plugin('lora').unmerge() first."
+            )
         if ctx.state_kind != "full":
             return None
         state = dict(state)
-        for target in self._targets:
-            if target.weight in state:
-                name = _adapter.names(target)[1]
-                version = ctx.version(name)
-                state[name] = torch.zeros(version.shape, dtype=version.dtype, device=version.device)
+        for adapter in self.options.adapters:
+            for target in self._targets:
+                if target.weight in state:
+                    name = _adapter.names(target, adapter)[1]
+                    version = ctx.version(name)
+                    state[name] = torch.zeros(version.shape, dtype=version.dtype, device=version.device)
+            state |= {each.name(adapter): state[each.source] for each in self._trained if each.source in state}
         return state

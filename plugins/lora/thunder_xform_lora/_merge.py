@@ -1,0 +1,73 @@
+"""Adapters merged into the weights that the compiled model reads, and taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+import thunder_xform as tx
+from thunder_xform_lora import _adapter
+from thunder_xform_lora._targets import Target, tied_elsewhere
+
+
+def merge(
+    targets: Iterable[Target], weights: Mapping[str, float], params: tx.Parameters, ctx: tx.Context
+) -> dict[str, torch.Tensor]:
+    """Replace the targets' weights by merged copies.
+
+    Args:
+        targets: the weights with adapters.
+        weights: of the active adapters, by name.
+        params: the model's parameters, as the plugin got them to change.
+        ctx: of the plugin.
+
+    Returns:
+        The weights before, by name, for :func:`unmerge`.
+
+    Raises:
+        PipelineError: a weight cannot take its adapter; nothing is changed then.
+    """
+    merged = {}
+    for target in targets:
+        _check(target, weights, params, ctx)
+        value = params.tensor(target.weight).detach()
+        for adapter, weight in weights.items():
+            a, b = (params.tensor(name).detach() for name in _adapter.names(target, adapter))
+            value = _adapter.merged(value, a, b, target.scaling * weight)
+        merged[target.weight] = value
+    before = {name: params.tensor(name) for name in merged}
+    for name, value in merged.items():
+        params.replace(name, value, requires_grad=False)
+    return before
+
+
+def unmerge(before: Mapping[str, torch.Tensor], params: tx.Parameters) -> None:
+    """Put the weights back that :func:`merge` replaced."""
+    for name, value in before.items():
+        params.replace(name, value, requires_grad=False)
+
+
+def _check(target: Target, weights: Mapping[str, float], params: tx.Parameters, ctx: tx.Context) -> None:
+    names = [name for adapter in weights for name in _adapter.names(target, adapter)]
+    reasons = [_unfit(name, params, ctx) for name in (target.weight, *names)]
+    if tied := tied_elsewhere(target, ctx):
+        reasons.append(f"{tied[0]!r} shares the weight without the adapter")
+    if params.version(target.weight).requires_grad:
+        reasons.append(f"{target.weight!r} trains")
+    if reason := next(filter(None, reasons), ""):
+        raise tx.errors.PipelineError(
+            f"The adapter of {target.modules[0]!r} cannot be merged: {reason}.",
+            "Leave adapters separate; handle.state_dict() gives the merged plain model where there is one.",
+            name=target.weight,
+        )
+
+
+def _unfit(name: str, params: tx.Parameters, ctx: tx.Context) -> str:
+    """Why the stored tensor is not the value of a parameter."""
+    version = params.version(name)
+    if version.layout != "dense":
+        return f"{version.owner!r} stores {name!r} as {version.layout!r}"
+    if version.owner != ctx.version(name).owner:
+        return f"{version.owner!r} replaced {name!r} after the adapter was added"
+    return ""
