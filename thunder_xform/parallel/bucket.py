@@ -88,7 +88,9 @@ class ShardedBucket:
 
     def start_gather(self, indices: Sequence[int], shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Start gathering all shards; returns the rank-major buffer in flight."""
-        local = self._local(indices, shards).to(self.gather_dtype)
+        return self._start_gather(self._local(indices, shards).to(self.gather_dtype))
+
+    def _start_gather(self, local: torch.Tensor) -> torch.Tensor:
         if self.layout.world == 1:
             return local.detach()
         full = local.new_empty(local.numel() * self.layout.world)
@@ -105,10 +107,10 @@ class ShardedBucket:
         )
 
     def gather(self) -> dict[str, torch.Tensor]:
-        """All whole tensors by name. A collective, outside any trace."""
+        """All whole tensors by name, exact whatever the dtype on the wire is in training. A collective."""
         shards = [shard.detach() for shard in self._shards()]
         indices = range(len(self.names))
-        full = self.start_gather(indices, shards)
+        full = self._start_gather(self._local(indices, shards))
         return dict(zip(self.names, self.finish_gather(indices, full, shards), strict=True))
 
     # -- gradients -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from thunder_xform_fsdp.materialize import initializer, refuse_uninitializable
 from thunder_xform_fsdp.options import Options
 from thunder_xform_fsdp.units import unit_of, unit_paths
 
-_BucketKey = tuple[str, torch.dtype, bool]
+_BucketKey = tuple[str, torch.dtype, bool, torch.dtype | None]
 
 
 class FSDP(tx.Plugin[Options]):
@@ -39,7 +39,8 @@ class FSDP(tx.Plugin[Options]):
         for name in names:
             version = params.version(name)
             unit = unit_of(name, paths, self.options.units)
-            keyed.setdefault((unit, version.dtype, version.requires_grad), []).append(name)
+            key = (unit, version.dtype, version.requires_grad, self._wire_dtype(params, name))
+            keyed.setdefault(key, []).append(name)
         fresh = initializer(ctx.module, device)
         for key, members in keyed.items():
             self._shard(key, members, params, ctx, device, fresh)
@@ -84,7 +85,7 @@ class FSDP(tx.Plugin[Options]):
         device: torch.device,
         fresh: Callable[[str], torch.Tensor],
     ) -> None:
-        unit, dtype, trainable = key
+        unit, dtype, trainable, wire_dtype = key
         options = self.options
         bucket = parallel.ShardedBucket(
             f"{unit or 'root'}, {str(dtype).removeprefix('torch.')}, {'trainable' if trainable else 'frozen'}",
@@ -95,7 +96,7 @@ class FSDP(tx.Plugin[Options]):
             self._group,
             lambda: [ctx.tensor(name) for name in names],
             self._leftovers.request,
-            getattr(torch, options.gather_dtype) if options.gather_dtype and dtype.is_floating_point else None,
+            wire_dtype,
             getattr(torch, options.reduce_dtype) if options.reduce_dtype else None,
         )
         layout = f"rows {bucket.rank}/{bucket.layout.world}"
@@ -104,6 +105,15 @@ class FSDP(tx.Plugin[Options]):
             params.replace(name, bucket.store(index, whole), layout=layout)
             self._home[name] = (bucket, index)
         self._buckets.append(bucket)
+
+    def _wire_dtype(self, params: tx.Parameters, name: str) -> torch.dtype | None:
+        """Dtype to gather a parameter in, or None for its own: what belongs to a packed weight is never rounded."""
+        version = params.version(name)
+        weight = version.layout == "dense" and (version.origin == "model" or version.requires_grad)
+        if self.options.gather_dtype is None or not version.dtype.is_floating_point or not weight:
+            return None
+        dtype: torch.dtype = getattr(torch, self.options.gather_dtype)
+        return dtype
 
     def _value(
         self, params: tx.Parameters, name: str, device: torch.device, fresh: Callable[[str], torch.Tensor]
