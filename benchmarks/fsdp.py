@@ -2,11 +2,10 @@
 
     python benchmarks/fsdp.py                     # tokens/s: all variants in one launch, in turn, step by step
     python benchmarks/fsdp.py --memory            # memory: one launch a variant
-    python benchmarks/fsdp.py --modelled          # collectives per rank at world size 8, from a fake process group
 
 Every variant trains the same GPT on the same tokens with AdamW, each with and without `no_sync` at the given gradient
-accumulation. Steps of all variants alternate, so a machine that slows down slows all of them; the ratios are taken step by
-step against FSDP2 with the same setting and printed as median [quartiles].
+accumulation. Steps of all variants alternate, so a machine that slows down slows all of them; the ratios are taken step
+by step against FSDP2 with the same setting and printed as median [quartiles].
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import thunder_xform as tx  # before thunder
-
 import thunder
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import thunder_xform as tx  # before thunder
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from gpt import GPT, Block, Config  # noqa: E402
+from gpt import GPT, Config
 
 Step = Callable[[bool], None]
 
@@ -188,8 +187,8 @@ def main() -> None:
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--memory", action="store_true", help="peak resident set and peak live bytes, a launch a variant")
-    parser.add_argument("--torchcompile", action="store_true", help="let the plugin's variants use the torchcompile executor")
+    parser.add_argument("--memory", action="store_true", help="peak resident and live bytes, a launch a variant")
+    parser.add_argument("--torchcompile", action="store_true", help="the plugin's variants use executor torchcompile")
     parser.add_argument("--only", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not args.memory:

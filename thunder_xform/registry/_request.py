@@ -118,10 +118,8 @@ def _field_values(options: Any) -> tuple[dict[str, Any], frozenset[str]]:
         if not entry.init:
             continue
         value = values[entry.name] = getattr(options, entry.name)
-        if entry.default_factory is not dataclasses.MISSING:
-            default = entry.default_factory()
-        else:
-            default = entry.default
+        factory = entry.default_factory
+        default = entry.default if factory is dataclasses.MISSING else factory()
         if same(value, default):
             defaulted.add(entry.name)
     return {key: canonical(value) for key, value in values.items()}, frozenset(defaulted)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import importlib.util
+import itertools
 import os
 import pickle
 import signal
 import socket
 import sys
 import traceback
+import types
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -99,6 +101,9 @@ def _provide(name: str, file: str) -> None:
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no Python module")
     module = importlib.util.module_from_spec(spec)
+    # pickle imports the packages of a dotted name before it looks the module up.
+    for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+        sys.modules.setdefault(parent, types.ModuleType(parent))
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
