@@ -21,17 +21,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import thunder_xform as tx
+
 import thunder
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import thunder_xform as tx  # before thunder
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from gpt import GPT, Config
-
-Step = Callable[[bool], None]
+from gpt import GPT, Config  # noqa: E402
 
 
 class Job:
