@@ -43,6 +43,7 @@ def jit() -> Callable[..., Any]:
 
 def file_key(name: str) -> str:
     """What PEFT calls a parameter of its model in files."""
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
     return name.replace(".modules_to_save.default", "").replace(".default", "")
 
 

@@ -56,11 +56,13 @@ CASES = {
     "biases": {"bias": "all"},
     "biases of adapted layers": {"bias": "lora_only"},
     "modules_to_save": {"modules_to_save": ["head", "layers.1"]},
+    "use_dora": {"use_dora": True},
     "all at once": {
         "modules_to_save": ["norm"],
         "bias": "lora_only",
         "rank_pattern": {"o_proj": 2},
         "use_rslora": True,
+        "use_dora": True,
         "layers_to_transform": 0,
         "layers_pattern": ["layers"],
         "r": 3,
@@ -177,3 +179,40 @@ def test_modules_with_buffers_do_not_train_whole():
     pipeline = tx.registry.resolve(["lora"], options={"lora": {"r": 2, "modules_to_save": ["1"]}})
     with pytest.raises(tx.errors.OptionError, match="matches '1', which has the buffer 'running_mean'"):
         thunder.jit(model, transforms=pipeline)
+
+
+def test_dora_with_dropout():
+    """Both paths, with dropout (of a probability that drops nothing) and without, give the layer's definition."""
+    model, x = nn.Sequential(nn.Linear(6, 5)), torch.randn(3, 6)
+    options = {"r": 2, "use_dora": True, "lora_dropout": 1e-12, "init_lora_weights": False, "target_modules": ["0"]}
+    compiled = thunder.jit(model, transforms=tx.registry.resolve(["lora"], options={"lora": options}))
+    values = {name: p.detach() for name, p in compiled.named_parameters() if "lora_" in name}
+    weight = model[0].weight + 4 * values["0.lora_B.default.weight"] @ values["0.lora_A.default.weight"]
+    magnitude = values["0.lora_magnitude_vector.default.weight"]
+    torch.testing.assert_close(magnitude, weight.norm(dim=1).detach(), atol=1e-6, rtol=1e-6)
+    with torch.no_grad():
+        magnitude.mul_(torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0]))
+    expected = nn.functional.linear(x, weight * (magnitude / weight.norm(dim=1))[:, None], model[0].bias)
+    for mode in (True, False):
+        torch.testing.assert_close(compiled.train(mode)(x), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_dora_resets_and_merges(jit):
+    model, x = Net(), torch.randn(3, 10)
+    compiled = jit(model, use_dora=True, r=2)
+    handle, separate = tx.handle(compiled), compiled(x)
+    assert not torch.allclose(separate, model(x), atol=1e-3)
+    handle.plugin("lora").merge()
+    torch.testing.assert_close(compiled(x), separate, atol=1e-5, rtol=1e-5)
+    handle.plugin("lora").unmerge()
+    torch.testing.assert_close(compiled(x), separate, atol=0, rtol=0)
+    handle.load_state_dict(model.state_dict())
+    torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+
+
+def test_dora_on_packed_weights_is_refused():
+    pipeline = tx.registry.resolve("quant(scheme='int8') + lora(r=2, use_dora=True)")
+    with pytest.raises(
+        tx.errors.OptionError, match=r"`use_dora` needs the rows of '0', which are stored as 'int8\(\)'"
+    ):
+        thunder.jit(nn.Sequential(nn.Linear(8, 8)), transforms=pipeline)

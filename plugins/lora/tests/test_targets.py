@@ -117,7 +117,7 @@ def test_the_same_layers_as_peft(target, exclude):
         ({"lora_dropout": 1.0}, "`lora_dropout` is 1.0", ""),
         ({"lora_dropout": -0.1}, "`lora_dropout` is -0.1", ""),
         ({"target_module": ["head"]}, "no option 'target_module'. Did you mean 'target_modules'", ""),
-        ({"use_dora": True}, "no option 'use_dora'", ""),
+        ({"use_qalora": True}, "no option 'use_qalora'", ""),
     ],
 )
 def test_u23_bad_options_change_nothing(options, problem, remedy):

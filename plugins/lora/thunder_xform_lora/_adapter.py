@@ -13,9 +13,14 @@ from thunder_xform_lora._targets import Target
 _PARTS = ("lora_A", "lora_B")
 
 
-def names(target: Target, adapter: str) -> tuple[str, str]:
-    """Names of A and B, as in a PEFT model: ``<module>.lora_A.<adapter>.weight``, and so for ``lora_B``."""
-    return _names(target.modules[0], adapter)
+def names(target: Target, adapter: str, dora: bool = False) -> tuple[str, ...]:
+    """Names of A and B, as in a PEFT model: ``<module>.lora_A.<adapter>.weight``, and so for ``lora_B``.
+
+    Under DoRA there is a third, of the lengths of rows.
+    """
+    module = target.modules[0]
+    own = _names(module, adapter)
+    return (*own, magnitude_name(module, adapter)) if dora else own
 
 
 def _names(module: str, adapter: str) -> tuple[str, str]:
@@ -24,10 +29,16 @@ def _names(module: str, adapter: str) -> tuple[str, str]:
     return a, b
 
 
-def file_keys(target: Target, adapter: str) -> dict[str, str]:
-    """Names of A and B by what PEFT calls them in files: without the adapter's name, for every tied layer."""
-    keys = [f"{module}.{part}.weight" for module in target.modules for part in _PARTS]
-    return dict(zip(keys, names(target, adapter) * len(target.modules), strict=True))
+def magnitude_name(module: str, adapter: str) -> str:
+    """Name of the lengths of rows that a layer learns under DoRA."""
+    return f"{module}.lora_magnitude_vector.{adapter}.weight".removeprefix(".")
+
+
+def file_keys(target: Target, adapter: str, dora: bool) -> dict[str, str]:
+    """Names of an adapter's tensors by what PEFT calls them in files: without the adapter's, for every tied layer."""
+    endings = [f"{part}.weight" for part in _PARTS] + ["lora_magnitude_vector"] * dora
+    keys = [f"{module}.{ending}" for module in target.modules for ending in endings]
+    return dict(zip(keys, names(target, adapter, dora) * len(target.modules), strict=True))
 
 
 def add(targets: Iterable[Target], adapter: str, init: bool | str, params: tx.Parameters) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora import _adapter
+from thunder_xform_lora import _adapter, _dora
 from thunder_xform_lora._targets import Target, tied_elsewhere
 
 
 def merge(
-    targets: Iterable[Target], weights: Mapping[str, float], params: tx.Parameters, ctx: tx.Context
+    targets: Iterable[Target], weights: Mapping[str, float], dora: bool, params: tx.Parameters, ctx: tx.Context
 ) -> dict[str, torch.Tensor]:
     """Replace the targets' weights by merged copies.
 
     Args:
         targets: the weights with adapters.
         weights: of the active adapters, by name.
+        dora: whether adapters learn the lengths of rows apart.
         params: the model's parameters, as the plugin got them to change.
         ctx: of the plugin.
 
@@ -33,8 +34,8 @@ def merge(
         _check(target, weights, params, ctx)
         value = params.tensor(target.weight).detach()
         for adapter, weight in weights.items():
-            a, b = (params.tensor(name).detach() for name in _adapter.names(target, adapter))
-            value = _adapter.merged(value, a, b, target.scaling * weight)
+            tensors = [params.tensor(name).detach() for name in _adapter.names(target, adapter, dora)]
+            value = merged_weight(value, tensors, target.scaling * weight)
         merged[target.weight] = value
     before = {name: params.tensor(name) for name in merged}
     for name, value in merged.items():
@@ -46,6 +47,12 @@ def unmerge(before: Mapping[str, torch.Tensor], params: tx.Parameters) -> None:
     """Put the weights back that :func:`merge` replaced."""
     for name, value in before.items():
         params.replace(name, value, requires_grad=False)
+
+
+def merged_weight(weight: torch.Tensor, tensors: Sequence[torch.Tensor], scaling: float) -> torch.Tensor:
+    """A weight that computes the same alone as with an adapter: of A and B, or A, B and magnitudes under DoRA."""
+    a, b, *magnitude = tensors
+    return _dora.merged(weight, a, b, magnitude[0], scaling) if magnitude else _adapter.merged(weight, a, b, scaling)
 
 
 def _check(target: Target, weights: Mapping[str, float], params: tx.Parameters, ctx: tx.Context) -> None:

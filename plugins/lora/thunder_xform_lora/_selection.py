@@ -12,7 +12,7 @@ class Selection:
 
     Args:
         adapters: names of all adapters; the first one is active.
-        exclusive: why only one may be active at a time, or an empty text.
+        exclusive: options under which only one may be active at a time, or an empty text.
     """
 
     def __init__(self, adapters: Sequence[str], exclusive: str = "") -> None:
@@ -51,7 +51,7 @@ class Selection:
             raise tx.errors.PipelineError("No adapter is named.", "Name one, or call disable().")
         if len(weights) > 1 and self._exclusive:
             raise tx.errors.PipelineError(
-                f"Only one adapter can be active at a time, since {self._exclusive}.", "Choose one."
+                f"Only one adapter can be active at a time under {self._exclusive}.", "Choose one."
             )
         self._check_separate()
         self._chosen = {name: float(weights[name]) for name in self._adapters if name in weights}

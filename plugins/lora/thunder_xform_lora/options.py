@@ -41,6 +41,8 @@ class Options:
     """Other values of lora_alpha for some layers, in the same way."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead. Source: Kalajdzievski, "A Rank Stabilization Scaling Factor", 2023."""
+    use_dora: bool = False
+    """Learn the lengths of a weight's rows apart from their direction. Source: Liu et al., "DoRA", ICML 2024."""
     layers_to_transform: int | Sequence[int] | None = None
     """Indices of the layers of a stack to keep to; `target_modules` is a list of names then."""
     layers_pattern: str | Sequence[str] | None = None

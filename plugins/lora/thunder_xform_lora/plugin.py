@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora import _adapter
-from thunder_xform_lora._merge import merge, unmerge
+from thunder_xform_lora import _adapter, _dora
+from thunder_xform_lora._merge import merge, merged_weight, unmerge
 from thunder_xform_lora._rewrite import applied_weights, apply_adapters
 from thunder_xform_lora._selection import Selection
 from thunder_xform_lora._targets import Target, find_targets, tied_elsewhere
@@ -77,7 +77,7 @@ class LoRA(tx.Plugin[Options]):
                 f"{'Adapters are merged already' if active else 'All adapters are disabled'}.",
                 f"Call {'unmerge' if active else 'enable'}() first.",
             )
-        self._unmerged = merge(self._targets, active, *self._grip)
+        self._unmerged = merge(self._targets, active, self.options.use_dora, *self._grip)
         self._selection.merged = True
 
     def unmerge(self) -> None:
@@ -99,7 +99,9 @@ class LoRA(tx.Plugin[Options]):
             PipelineError: there is no such adapter.
         """
         self._selection.check(adapter)
-        keys = {k: name for target in self._targets for k, name in _adapter.file_keys(target, adapter).items()}
+        keys: dict[str, str] = {}
+        for target in self._targets:
+            keys |= _adapter.file_keys(target, adapter, self.options.use_dora)
         return keys | {key: each.name(adapter) for each in self._trained for key in each.keys}
 
     @tx.hookimpl
@@ -108,10 +110,11 @@ class LoRA(tx.Plugin[Options]):
         self._grip = params, ctx
         self._targets = find_targets(options, params, ctx)
         self._trained = find_trained(options, self._targets, params, ctx)
-        kinds = [f"{k}={getattr(options, k)!r}" for k in ("bias", "modules_to_save") if self._trained]
-        self._selection = Selection(
-            options.adapters, f"they hold copies of parameters ({', '.join(kinds)})" if kinds else ""
-        )
+        if options.use_dora:
+            _dora.check(self._targets, params, ctx)
+        exclusive = (("bias", self._trained), ("modules_to_save", self._trained), ("use_dora", options.use_dora))
+        kinds = [f"{k}={getattr(options, k)!r}" for k, holds in exclusive if holds]
+        self._selection = Selection(options.adapters, ", ".join(kinds))
         dropped = self._targets if options.lora_dropout else ()
         self._modes = {target.weight: ctx.module.get_submodule(target.modules[0]) for target in dropped}
         for name in params:
@@ -119,6 +122,8 @@ class LoRA(tx.Plugin[Options]):
                 params.set_requires_grad(name, False)
         for adapter in options.adapters:
             _adapter.add(self._targets, adapter, options.init_lora_weights, params)
+            if options.use_dora:
+                _dora.add_magnitudes(self._targets, adapter, params)
             add_copies(self._trained, adapter, params)
 
     @tx.hookimpl
@@ -130,7 +135,7 @@ class LoRA(tx.Plugin[Options]):
         self._check_reachable(computation, ctx)
         active = self._selection.active
         if not self._selection.merged:
-            computation = apply_adapters(computation, self._targets, active, self._dropout)
+            computation = apply_adapters(computation, self._targets, active, self._dropout, self.options.use_dora)
         for adapter in active if self._trained else ():
             computation = read_copies(self._trained, adapter, computation)
         return computation
@@ -167,8 +172,8 @@ class LoRA(tx.Plugin[Options]):
                     f"Save kind='adapter', or train without this adapter: exclude_modules=[{path!r}].",
                 )
             for adapter, weight in active.items():
-                a, b = (state[name] for name in _adapter.names(target, adapter))
-                state[target.weight] = _adapter.merged(state[target.weight], a, b, target.scaling * weight)
+                tensors = [state[name] for name in _adapter.names(target, adapter, self.options.use_dora)]
+                state[target.weight] = merged_weight(state[target.weight], tensors, target.scaling * weight)
         for adapter in active:
             export_copies(self._trained, adapter, state)
         own = {name for adapter in self.options.adapters for name in self.file_keys(adapter).values()}
@@ -190,5 +195,8 @@ class LoRA(tx.Plugin[Options]):
                     name = _adapter.names(target, adapter)[1]
                     version = ctx.version(name)
                     state[name] = torch.zeros(version.shape, dtype=version.dtype, device=version.device)
+                    if self.options.use_dora:
+                        norms = torch.linalg.norm(state[target.weight].to(version.device, version.dtype), dim=1)
+                        state[_adapter.magnitude_name(target.modules[0], adapter)] = norms
             state |= {each.name(adapter): state[each.source] for each in self._trained if each.source in state}
         return state
