@@ -208,7 +208,9 @@ def to_peft_and_back(names, folder):
     """An adapter saved from two ranks, by rank 0, with the gradients that it takes; then read into other adapters."""
     from thunder_xform_lora import load_peft, peft_options, save_peft
 
-    options = {"lora": {"r": R, "lora_alpha": ALPHA, "bias": "lora_only", "modules_to_save": ["last"], "use_dora": True}}
+    options = {
+        "lora": {"r": R, "lora_alpha": ALPHA, "bias": "lora_only", "modules_to_save": ["last"], "use_dora": True}
+    }
     model, compiled = make(names, options)
     handle = tx.handle(compiled)
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))

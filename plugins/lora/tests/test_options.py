@@ -216,3 +216,12 @@ def test_dora_on_packed_weights_is_refused():
         tx.errors.OptionError, match=r"`use_dora` needs the rows of '0', which are stored as 'int8\(\)'"
     ):
         thunder.jit(nn.Sequential(nn.Linear(8, 8)), transforms=pipeline)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["1"]}, {"bias": "all"}])
+def test_what_starts_from_values_needs_values(options):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    pipeline = tx.registry.resolve(["lora"], options={"lora": {"r": 2, "target_modules": ["0"], **options}})
+    with pytest.raises(tx.errors.OptionError, match="is on the meta device and has no data"):
+        thunder.jit(model, transforms=pipeline)

@@ -38,6 +38,11 @@ def check(targets: Iterable[Target], params: tx.Parameters, ctx: tx.Context) -> 
         if version.layout != "dense":
             problem = f"`use_dora` needs the rows of {target.modules[0]!r}, which are stored as {version.layout!r}."
             raise error(ctx, "use_dora", True, problem, "Use it without quantization.")
+        if params.tensor(target.weight).is_meta:
+            problem = (
+                f"`use_dora` needs the rows of {target.modules[0]!r}, which is on the meta device and has no data."
+            )
+            raise error(ctx, "use_dora", True, problem, "Load the model's weights first.")
 
 
 def add_magnitudes(targets: Iterable[Target], adapter: str, params: tx.Parameters) -> None:

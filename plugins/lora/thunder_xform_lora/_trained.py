@@ -59,6 +59,11 @@ def find_trained(
             module = name.rpartition(".")[0]
             keys = [_bias_key(alias, adapted) for alias in params.aliases(name)]
             found[name] = Trained(name, tuple(keys), f"{f'{module}.' if module else ''}lora_bias.{{}}")
+    for name in found:
+        if params.tensor(name).is_meta:
+            problem = f"{name!r} is to train, but is on the meta device and has no data to start from."
+            option = "modules_to_save" if saved else "bias"
+            raise error(ctx, option, getattr(options, option), problem, "Load the model's weights first.")
     return tuple(found.values())
 
 
