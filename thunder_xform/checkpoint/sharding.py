@@ -105,6 +105,10 @@ def _whole_shape(session: Session, name: str) -> tuple[int, ...]:
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 
+#: Slots of torch's optimizers that are scalars for every parameter.
+_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
+
+
 def whole_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
     """Let ``optimizer.state_dict()`` give whole tensors, a collective where parameters are cut, and
     ``load_state_dict`` take them, in this or another number of ranks.
@@ -113,8 +117,29 @@ def whole_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
     loads the state.
     """
     parameter_names(session, optimizer)
+
+    def loaded(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
+        return part(session, name, value) if value.dim() or not _whole_shape(session, name) else value
+
     optimizer.register_state_dict_post_hook(lambda optimizer, state: _mapped(session, optimizer, state, whole))
-    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: _mapped(session, optimizer, state, part))
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: _mapped(session, optimizer, state, loaded))
+
+
+def whole_module_states(session: Session) -> None:
+    """Let ``state_dict()`` of the model give whole tensors, a collective where they are cut, and ``load_state_dict``
+    take them, in this or another number of ranks. Names are the transformed model's own."""
+
+    def gather(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, _ in module.named_parameters(remove_duplicate=False):
+            state[prefix + name] = whole(session, name, state[prefix + name])
+
+    def cut(module: torch.nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+        for name, _ in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = part(session, name, state[prefix + name])
+
+    session.module.register_state_dict_post_hook(gather)
+    session.module.register_load_state_dict_pre_hook(cut)
 
 
 def _mapped(
@@ -133,7 +158,7 @@ def _mapped(
     by_number = dict(zip(numbers, names, strict=True))
     mapped = {
         number: {
-            slot: convert(session, by_number[number], value) if shaped(value) else value
+            slot: convert(session, by_number[number], value) if _shaped(slot, value) else value
             for slot, value in slots.items()
         }
         for number, slots in state["state"].items()
@@ -141,9 +166,9 @@ def _mapped(
     return {**state, "state": mapped}
 
 
-def shaped(value: Any) -> bool:
-    """Whether a slot of an optimizer's state is shaped like its parameter, rather than a count or a flag."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def _shaped(slot: str, value: Any) -> bool:
+    """Whether a slot of an optimizer's state may be shaped like its parameter; counts and the like are not."""
+    return isinstance(value, torch.Tensor) and (value.dim() > 0 or slot not in _SCALARS)
 
 
 def parameter_names(session: Session, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -149,6 +149,14 @@ class Handle:
         """
         return sharding.part(self._session, name, tensor)
 
+    def whole_states(self) -> None:
+        """From now on ``model.state_dict()`` gives whole tensors, a collective where parameters are sharded, and
+        ``load_state_dict`` takes them, on any number of ranks. For trainers that save what ``state_dict()`` gives.
+
+        Names are the transformed model's own, adapters apart; :meth:`state_dict` gives the plain model's.
+        """
+        sharding.whole_module_states(self._session)
+
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer was built from parameters of this model, or of the plain model that it replaces."""
         return self._session.optimizers.knows(optimizer)

@@ -13,7 +13,6 @@ from accelerate.utils import (  # type: ignore[import-untyped]
 )
 
 import thunder_xform as tx
-from thunder_xform_accelerate._state import keep_whole
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -47,7 +46,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if handle is not None and model not in self._models:
             self._check(handle)
             model._is_accelerate_prepared = True  # type: ignore[assignment]
-            keep_whole(model, handle)
+            handle.whole_states()
             if self.native_amp:
                 context = get_mixed_precision_context_manager(self.native_amp, self.autocast_handler)
                 # On the instance, where `unwrap_model(keep_fp32_wrapper=False)` looks for it.

@@ -25,6 +25,8 @@ from thunder_xform_fabric._module import is_transformed
 _METADATA = "meta.pt"
 #: Where ``meta.pt`` keeps the groups of optimizers and the slots that are no tensors.
 _OPTIMIZERS = "thunder_xform_optimizers"
+#: Slots of torch's optimizers that are scalars for every parameter.
+_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 
 
 def is_sharded(path: Path) -> bool:
@@ -48,7 +50,7 @@ def save(path: Path, state: Mapping[str, Any], main: bool) -> None:
                 name = names[id(parameter)]
                 for slot, value in values.items():
                     if isinstance(value, torch.Tensor):
-                        tensors[f"{key}.state.{name}.{slot}"] = _placed(handle, name, value)
+                        tensors[f"{key}.state.{name}.{slot}"] = _placed(handle, name, slot, value)
                     else:
                         slots[name, slot] = value
             groups = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in item.param_groups]
@@ -88,7 +90,7 @@ def load(path: Path, state: Any, strict: bool, weights_only: bool | None) -> dic
             slots[key] = _empty_slots(path, key, item, handle)
             for name, values in slots[key].items():
                 for slot, value in values.items():
-                    tensors[f"{key}.state.{name}.{slot}"] = _placed(handle, name, value)
+                    tensors[f"{key}.state.{name}.{slot}"] = _placed(handle, name, slot, value)
     read_shards(tensors, checkpoint_id=path)
     for key, values_by_name in slots.items():
         _fill(state[key], values_by_name, optimizers[key], handle)
@@ -118,7 +120,7 @@ def _module_tensors(key: str, module: Module) -> dict[str, torch.Tensor]:
     if not is_transformed(module):
         return {prefix + name: tensor for name, tensor in module.state_dict().items()}
     handle = tx.handle(module)
-    return {prefix + name: handle.distributed(name, t) for name, t in handle.state_dict("sharded").items()}
+    return {prefix + name: _as_rows(handle.distributed(name, t)) for name, t in handle.state_dict("sharded").items()}
 
 
 def _models(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -145,9 +147,16 @@ def _stored(path: Path) -> Mapping[str, Any]:
     return FileSystemReader(path).read_metadata().state_dict_metadata
 
 
-def _placed(handle: tx.Handle, name: str, value: torch.Tensor) -> torch.Tensor:
+def _placed(handle: tx.Handle, name: str, slot: str, value: torch.Tensor) -> torch.Tensor:
     """A slot of an optimizer's state: sharded as its parameter if it is shaped like it, else equal on all ranks."""
-    return handle.distributed(name, value) if value.dim() else value
+    if value.dim() == 0 and (slot in _SCALARS or handle.parameters[name].dim()):
+        return value
+    return _as_rows(handle.distributed(name, value))
+
+
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A scalar as one row, which it is when it is sharded."""
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 
 def _empty_slots(path: Path, key: str, optimizer: Optimizer, handle: tx.Handle) -> dict[str, dict[str, torch.Tensor]]:
