@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from gpt import GPT, Config  # noqa: E402
+from gpt import GPT, Config
 
 
 class Job:

@@ -79,10 +79,10 @@ def timed_process(command: Sequence[str], environment: dict[str, str]) -> float:
 
 def compiled_models(pairs: int) -> Iterator[Comparison | str]:
     """Calls and compilations of a small model, with a pipeline that does nothing and without one."""
-    import torch
-
     import thunder_xform as tx
     from thunder_xform.testing import pipeline_of
+
+    import torch
 
     import thunder  # isort: skip
 
