@@ -5,6 +5,8 @@ U01, U02, U14, U20, U25.
 
 import contextlib
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,6 +28,9 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return self.down(torch.tanh(self.up(x))) * self.scale + self.offset
+
+    def predict(self, x):
+        return self.down(self.up(x)).argmax(-1)
 
 
 def made():
@@ -272,8 +277,7 @@ def plain_in(precision):
     return losses, next(model.parameters()).dtype
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize(("kind", "precision"), [("ddp", "bf16-mixed"), ("fsdp", "bf16-mixed"), ("fsdp", "bf16-true")])
 def test_precision_plugins(ranks, kind, precision):
     losses, dtype = plain_in(precision)
     results = ranks.run(train_in, kind, precision)
@@ -304,6 +308,12 @@ def test_meta_device_and_registered_name(ranks):
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def scaling():
+    from lightning.fabric.plugins.precision import MixedPrecision
+
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
 def refused():
@@ -343,9 +353,11 @@ def refused():
         "misspelt option", lambda: fabric_on_this_rank(strategy_of("fsdp", options={"fsdp": {"zer": 3}})).setup(made())
     )
     attempt("jit and executors", lambda: strategy_of("ddp", jit=False, executors=["torch"]))
+    scaled = fabric_on_this_rank(strategy_of("fsdp"), plugins=[scaling()])
+    attempt("scaled shards", lambda: scaled.setup(made()))
     attempt("unknown argument", lambda: strategy_of("ddp", find_unused_parameters=True))
     model = fabric.setup(made())
-    attempt("method past the transforms", lambda: model.run(torch.randn(2, 4)))
+    attempt("method past the transforms", lambda: model.predict(torch.randn(2, 4)))
     return messages
 
 
@@ -361,7 +373,14 @@ def test_wrong_orders_are_errors(ranks):
             "adapters unknown": "PipelineError: AdamW was built from the plain model, which lacks",
             "misspelt option": "UnknownOptionError: 'fsdp' [thunder-xform-fsdp",
             "jit and executors": "PipelineError: ThunderDDPStrategy got executors, but with jit=False",
+            "scaled shards": "PipelineError: Gradient scaling looks for overflows in this rank's part",
+            "method past the transforms": "PipelineError: Net.predict() runs Linear of the plain model",
             "unknown argument": "TypeError: ThunderDDPStrategy has no argument 'find_unused_parameters'",
         }
         for case, start in expected.items():
             assert messages.get(case, "no error").startswith(start), case
+
+
+def test_runs_without_the_libraries_of_other_integrations():
+    code = "import sys; sys.modules.update(accelerate=None, litgpt=None); import thunder_xform_fabric"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, timeout=200).returncode == 0
