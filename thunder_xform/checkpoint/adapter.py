@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from thunder_xform.errors import CheckpointError
+from thunder_xform.parallel.agreement import together
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline.handle import Handle
@@ -67,15 +68,18 @@ def load_adapter(handle: Handle, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: the file cannot be read, or plugins, options, names or shapes differ; nothing is
             changed then.
+        ParallelError: another rank could not read its file; nothing is changed here either.
     """
-    saved, here = dict(adapter_request(path)), _options(handle)
-    if saved != here:
-        raise CheckpointError(
-            f"{os.fspath(path)} holds adapters of {_text(saved)}, but the model has {_text(here)}.",
-            "Resolve the pipeline from adapter_request(path), or give the tensors to handle.load_state_dict.",
-            path=os.fspath(path),
-        )
-    handle.load_state_dict(_reading(path, load_file), kind="adapter")
+    with together(handle._session.groups, "load_adapter"):
+        saved, here = dict(adapter_request(path)), _options(handle)
+        if saved != here:
+            raise CheckpointError(
+                f"{os.fspath(path)} holds adapters of {_text(saved)}, but the model has {_text(here)}.",
+                "Resolve the pipeline from adapter_request(path), or give the tensors to handle.load_state_dict.",
+                path=os.fspath(path),
+            )
+        tensors = _reading(path, load_file)
+    handle.load_state_dict(tensors, kind="adapter")
 
 
 def _options(handle: Handle) -> dict[str, dict[str, Any]]:
