@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 def distributed(session: Session, name: str, local: torch.Tensor) -> torch.Tensor:
     """``local``, shaped like the stored tensor ``name``, as a DTensor over the ranks that hold the other rows.
 
-    It shares the storage of ``local``, and is ``local`` itself where every rank holds the whole. A scalar counts as one
-    row: its DTensor has the shape ``(1,)``.
+    It shares the storage of ``local``, and is ``local`` itself where every rank holds the whole or it is a DTensor
+    already. A scalar counts as one row: its DTensor has the shape ``(1,)``.
 
     Raises:
         CheckpointError: ``local`` has another shape.
     """
     found = _cut(session, name)
-    if found is None:
+    if found is None or isinstance(local, DTensor):
         return local
     mesh, shape = found
     stored = tuple(session.ledger.tensor(name).shape)
@@ -42,6 +42,26 @@ def distributed(session: Session, name: str, local: torch.Tensor) -> torch.Tenso
     stride = torch.empty(shape, device="meta").stride()
     made: torch.Tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     return made
+
+
+def local(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``value``, a DTensor as :func:`distributed` makes them, or a whole tensor, or that part.
+
+    Raises:
+        CheckpointError: a DTensor over other ranks or with another placement.
+    """
+    found = _cut(session, name)
+    if not isinstance(value, DTensor):
+        is_whole = tuple(value.shape) == _whole_shape(session, name) != tuple(session.ledger.tensor(name).shape)
+        return part(session, name, value) if is_whole else value
+    if found is not None and (value.device_mesh, value.placements, value.shape) == (found[0], (Shard(0),), found[1]):
+        return value.to_local()
+    stored = "whole on every rank" if found is None else f"in rows, as {tuple(found[1])}, over {found[0]}"
+    raise CheckpointError(
+        f"{name!r} is stored {stored}; given is {tuple(value.shape)} in {value.placements} over {value.device_mesh}.",
+        "Let torch.distributed.checkpoint load into handle.state_dict('sharded'): it re-shards.",
+        name=name,
+    )
 
 
 def whole(session: Session, name: str, local: torch.Tensor) -> torch.Tensor:
@@ -70,7 +90,7 @@ def part(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
             "Pass whole tensors, as they are in a full state.",
             name=name,
         )
-    value = value.to(session.ledger.tensor(name).device).reshape(shape)
+    value = value.detach().to(session.ledger.tensor(name).device).reshape(shape)
     cut = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
     local: torch.Tensor = cut.to_local().clone()
     return local

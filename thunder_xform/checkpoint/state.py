@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 
+from thunder_xform.checkpoint import sharding
 from thunder_xform.checkpoint.names import plain_shapes, stored_names
 from thunder_xform.checkpoint.validation import (
     check_keys,
@@ -42,12 +43,14 @@ def export_state(session: Session, kind: Kind) -> State:
     state = {name: session.ledger.tensor(name).detach() for name in names}
     for index in reversed(_order(session)):
         state = _mapped(session, index, "export_state", state, kind)
-    return _plain(session, state) if kind == "full" else state
+    if kind == "full":
+        return _plain(session, state)
+    if kind == "sharded":
+        return {name: sharding.distributed(session, name, tensor) for name, tensor in state.items()}
+    return state
 
 
-def import_state(
-    session: Session, state: Mapping[str, Any], kind: Kind, strict: bool = True
-) -> IncompatibleKeys:
+def import_state(session: Session, state: Mapping[str, Any], kind: Kind, strict: bool = True) -> IncompatibleKeys:
     """Copy a state into the live tensors; hooks run in pipeline order, those of plugins that change the layout last.
 
     Nothing is written unless everything fits, on every rank where plugins have process groups (a collective).
@@ -66,6 +69,8 @@ def import_state(
         if kind == "full":
             check_shapes(given, shapes)
             given = fold_aliases(session.ledger, given)
+        if kind == "sharded":
+            given = {name: sharding.local(session, name, value) for name, value in given.items()}
         for index in _order(session):
             given = _mapped(session, index, "import_state", given, kind)
         live = {name: session.ledger.tensor(name) for name in names}
