@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from thunder_xform.errors import ParallelError
+from thunder_xform.errors import ParallelError, spell
 
 if TYPE_CHECKING:
     from thunder_xform.registry import Lock
@@ -72,6 +73,23 @@ def _disagreement(
     shown = [*lines[:_SHOWN], *([f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])]
     told = "".join(f"\n  {line}" for line in shown)
     return ParallelError(f"Ranks {ranks[0]} and {ranks[1]} {what}:{told}\n", remedy, ranks=ranks, differences=lines)
+
+
+def refuse_overlaps(groups: Sequence[tuple[str, dist.ProcessGroup]]) -> None:
+    """Refuse process groups, each with the plugin that uses it, that are not dimensions of one mesh.
+
+    Raises:
+        ParallelError: groups of two plugins share more ranks than this one.
+    """
+    for (a, first), (b, second) in combinations(groups, 2):
+        shared = sorted({*dist.get_process_group_ranks(first)} & {*dist.get_process_group_ranks(second)})
+        if a != b and len(shared) > 1:
+            raise ParallelError(
+                f"Plugins {a!r} and {b!r} both divide the data among the ranks {spell(map(str, shared))}.",
+                "Give them different dimensions of one DeviceMesh as process_group.",
+                plugins=(a, b),
+                ranks=tuple(shared),
+            )
 
 
 @contextmanager

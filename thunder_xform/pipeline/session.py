@@ -22,7 +22,7 @@ from thunder_xform.host.module import drop_entries, statistics_of
 from thunder_xform.host.optimizers import OptimizerCheck
 from thunder_xform.host.parameters import Parameters
 from thunder_xform.host.types import ThunderModule
-from thunder_xform.parallel.agreement import agree_on, together
+from thunder_xform.parallel.agreement import agree_on, refuse_overlaps, together
 from thunder_xform.pipeline.context import Context
 from thunder_xform.pipeline.events import CompileEvent, reasons
 from thunder_xform.pipeline.instruments import Timing
@@ -126,8 +126,7 @@ class Session:
                 )
             self.module = module
             self.ledger = Ledger(module)
-            self.groups = [group for plugin in self.plugins for group in plugin.process_groups()]
-            agree_on(self.resolution.lock, self.ledger.describe(), self.groups)
+            self._join()
         if index != self.attached or module is not self.module:
             raise PipelineError(
                 f"Plugin {self.names[index]!r} was applied out of order; the pipeline is {' -> '.join(self.names)}.",
@@ -140,6 +139,16 @@ class Session:
         self.attached += 1
         if self.attached == len(self.plugins):
             self._seal()
+
+    def _join(self) -> None:
+        """Find the process groups, and whether their ranks agree on what to do. A collective."""
+        found = [(step, g) for step, p in zip(self.steps, self.plugins, strict=True) for g in p.process_groups()]
+        self.groups = [group for _, group in found]
+        agree_on(self.resolution.lock, self.ledger.describe(), self.groups)
+        # Twice over the groups: if they are no mesh, not every rank shares one with a rank that finds out by itself.
+        with together([*self.groups, *self.groups], "The check of the process groups"):
+            for resource in sorted({resource for step, _ in found for resource in step.manifest.exclusive}):
+                refuse_overlaps([(step.name, group) for step, group in found if resource in step.manifest.exclusive])
 
     def _seal(self) -> None:
         modes = training_modes(self.module._model)
@@ -160,9 +169,7 @@ class Session:
     def _snapshot(self) -> dict[str, tuple[Version, int]]:
         return {name: (self.ledger.latest(name), self.ledger.tensor(name).data_ptr()) for name in self.ledger}
 
-    def check_declared(
-        self, index: int, hook: str, found: dict[str, str], before: Any = "", after: Any = ""
-    ) -> None:
+    def check_declared(self, index: int, hook: str, found: dict[str, str], before: Any = "", after: Any = "") -> None:
         """Refuse effects that the manifest of plugin ``index`` does not declare."""
         manifest = self.steps[index].manifest
         for problem in verify.undeclared(found, manifest.effects.writes):
@@ -239,9 +246,7 @@ class Session:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Live parameters by name, tied ones once."""
         return {
-            name: tensor
-            for name in self.ledger
-            if isinstance(tensor := self.ledger.tensor(name), torch.nn.Parameter)
+            name: tensor for name in self.ledger if isinstance(tensor := self.ledger.tensor(name), torch.nn.Parameter)
         }
 
     def gradient_norm(self, parameters: list[torch.nn.Parameter], norm_type: float) -> torch.Tensor:
