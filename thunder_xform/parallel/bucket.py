@@ -49,6 +49,8 @@ class ShardedBucket:
     ) -> None:
         self.label = label
         self.names = tuple(names)
+        self.dtype = dtype
+        self.device = device
         self.group = group
         self.rank = dist.get_rank(group)
         self.layout = ShardLayout(shapes, dist.get_world_size(group))

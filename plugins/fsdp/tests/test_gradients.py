@@ -119,7 +119,8 @@ def small(results, tolerance=TOLERANCE):
 
 # -- accumulation ----------------------------------------------------------------------------------------------------
 
-UNITS = ("block", "layer", "none", ("Block",), ("blocks.0", "mixed"))
+UNITS = [(zero, units) for zero in (2, 3) for units in ("block", "layer", "none")]
+UNITS += [(3, ("Block",)), (3, ("blocks.0", "mixed"))]
 
 
 def accumulate(zero, units):
@@ -136,8 +137,7 @@ def accumulate(zero, units):
     return errors
 
 
-@pytest.mark.parametrize("units", UNITS, ids=str)
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(("zero", "units"), UNITS, ids=str)
 def test_accumulation_equals_eager(ranks, zero, units):
     """U01, U02: every way to use no_sync, including once per microbatch as Fabric and Accelerate do."""
     small(ranks.run(accumulate, zero, units))

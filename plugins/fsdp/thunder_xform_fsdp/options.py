@@ -16,9 +16,9 @@ class Options:
     zero: Literal[2, 3] = 3
     """3 frees gathered weights after use and gathers them again in the backward; 2 keeps them for it."""
 
-    units: str | Sequence[str] = "block"
+    units: str | Sequence[str | type] = "block"
     """What is gathered together: "block" (repeated children of a ModuleList or Sequential), "layer" (each module that
-    owns parameters), "none" (each parameter), or a list of module class names or dotted module names."""
+    owns parameters), "none" (each parameter), or a list of module classes, their names, or dotted module names."""
 
     process_group: object = None
     """ProcessGroup or one dimension of a DeviceMesh to shard over; None for all ranks."""
@@ -53,7 +53,12 @@ class Options:
         if self.prefetch < 0:
             raise ValueError(f"prefetch is {self.prefetch}, but a number of units cannot be negative")
         if isinstance(self.units, str) and self.units not in ("block", "layer", "none"):
-            raise ValueError(f'units is {self.units!r}; it is "block", "layer", "none" or a list of names')
+            raise ValueError(f'units is {self.units!r}; it is "block", "layer", "none" or a list')
+        if not isinstance(self.units, str):
+            if not all(isinstance(unit, str | type) for unit in self.units):
+                raise ValueError(f"units is {self.units!r}; a list contains names and module classes")
+            names = tuple(unit if isinstance(unit, str) else unit.__name__ for unit in self.units)
+            object.__setattr__(self, "units", names)
         for name in ("gather_dtype", "reduce_dtype"):
             if getattr(self, name) not in (None, *_DTYPES):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(_DTYPES)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import thunder_xform as tx
 from thunder_xform import parallel
-from thunder_xform_fsdp.materialize import initializer, refuse_uninitializable
+from thunder_xform_fsdp.materialize import MetaInit
 from thunder_xform_fsdp.options import Options
+from thunder_xform_fsdp.placement import device_of, refuse_source
 from thunder_xform_fsdp.units import unit_of, unit_paths
 
 _BucketKey = tuple[str, torch.dtype, bool, torch.dtype | None]
@@ -31,50 +32,23 @@ class FSDP(tx.Plugin[Options]):
         self._buckets: list[parallel.ShardedBucket] = []
         self._home: dict[str, tuple[parallel.ShardedBucket, int]] = {}
         self._leftovers = parallel.AfterBackward(lambda: self._reduce_leftovers(ctx))
-        names = list(params)
-        device = self._device(params)
-        self._check(params, ctx)
+        refuse_source(self.options, self._group)
+        device = device_of(params, self.options, self._group)
+        self._init = MetaInit(ctx.module, device, empty=self.options.meta_init == "empty")
+        self._init.refuse(name for name in (*params, *params.buffers) if params.tensor(name).is_meta)
         paths = unit_paths(ctx.module, self.options.units)
         keyed: dict[_BucketKey, list[str]] = {}
-        for name in names:
+        for name in params:
             version = params.version(name)
             unit = unit_of(name, paths, self.options.units)
             key = (unit, version.dtype, version.requires_grad, self._wire_dtype(params, name))
             keyed.setdefault(key, []).append(name)
-        fresh = initializer(ctx.module, device)
         for key, members in keyed.items():
-            self._shard(key, members, params, ctx, device, fresh)
-        self._place_buffers(params, device, fresh)
+            self._shard(key, members, params, ctx, device)
+        for name in params.buffers:
+            params.replace(name, self._agreed(params, name, device))
         if self.options.release_originals:
             params.release_originals()
-
-    def _check(self, params: tx.Parameters, ctx: tx.Context) -> None:
-        world = dist.get_world_size(self._group)
-        source = self.options.broadcast_from
-        if source is not None and not 0 <= source < world:
-            raise tx.errors.ParallelError(
-                f"Plugin 'fsdp' shall broadcast from rank {source}, but its process group has {world} ranks.",
-                f"Set broadcast_from to a rank between 0 and {world - 1}.",
-            )
-        if self.options.meta_init == "reset":
-            everything = (*params, *params.buffers)
-            refuse_uninitializable(ctx.module, [name for name in everything if params.tensor(name).is_meta])
-
-    def _device(self, params: tx.Parameters) -> torch.device:
-        if self.options.device is not None:
-            return torch.device(self.options.device)
-        found = {params.tensor(name).device: name for name in reversed(list(params))}
-        real = {device: name for device, name in found.items() if device.type != "meta"}
-        if len(real) > 1:
-            (first, a), (second, b) = list(real.items())[:2]
-            raise tx.errors.ParallelError(
-                f"Plugin 'fsdp' found {a!r} on {first} and {b!r} on {second}.",
-                "Move the model to one device, or set the option device.",
-            )
-        if real:
-            return next(iter(real))
-        on_cuda = "nccl" in dist.get_backend(self._group)
-        return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
     def _shard(
         self,
@@ -83,7 +57,6 @@ class FSDP(tx.Plugin[Options]):
         params: tx.Parameters,
         ctx: tx.Context,
         device: torch.device,
-        fresh: Callable[[str], torch.Tensor],
     ) -> None:
         unit, dtype, trainable, wire_dtype = key
         options = self.options
@@ -101,8 +74,7 @@ class FSDP(tx.Plugin[Options]):
         )
         layout = f"rows {bucket.rank}/{bucket.layout.world}"
         for index, name in enumerate(names):
-            whole = self._agreed(params, name, self._value(params, name, device, fresh))
-            params.replace(name, bucket.store(index, whole), layout=layout)
+            params.replace(name, bucket.store(index, self._agreed(params, name, device)), layout=layout)
             self._home[name] = (bucket, index)
         self._buckets.append(bucket)
 
@@ -115,27 +87,15 @@ class FSDP(tx.Plugin[Options]):
         dtype: torch.dtype = getattr(torch, self.options.gather_dtype)
         return dtype
 
-    def _value(
-        self, params: tx.Parameters, name: str, device: torch.device, fresh: Callable[[str], torch.Tensor]
-    ) -> torch.Tensor:
-        """The whole tensor to shard, on ``device``; never the user's own storage."""
+    def _agreed(self, params: tx.Parameters, name: str, device: torch.device) -> torch.Tensor:
+        """The whole tensor that all ranks start from, on ``device``; never the user's own storage."""
         tensor = params.tensor(name).detach()
-        if not tensor.is_meta:
-            return tensor.to(device, copy=True)
-        if self.options.meta_init == "empty":
-            return torch.zeros_like(tensor, device=device)
-        return fresh(name)
-
-    def _agreed(self, params: tx.Parameters, name: str, whole: torch.Tensor) -> torch.Tensor:
+        whole = self._init(name) if tensor.is_meta else tensor.to(device, copy=True)
         added = params.version(name).origin != "model"
         source = 0 if added and self.options.broadcast_from is None else self.options.broadcast_from
         if source is not None:
             parallel.broadcast([whole], source, self._group)
         return whole
-
-    def _place_buffers(self, params: tx.Parameters, device: torch.device, fresh: Callable[[str], torch.Tensor]) -> None:
-        for name in params.buffers:
-            params.replace(name, self._agreed(params, name, self._value(params, name, device, fresh)))
 
     # -- compilation ---------------------------------------------------------------------------------------------
 
@@ -190,14 +150,18 @@ class FSDP(tx.Plugin[Options]):
 
     @tx.hookimpl
     def gradient_norm(self, parameters: list[torch.nn.Parameter], norm_type: float) -> torch.Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
-            return norm
-        power = norm**norm_type
-        dist.all_reduce(power, group=self._group)
-        return power ** (1.0 / norm_type)
+        if norm_type <= 0:
+            raise tx.errors.ParallelError(
+                f"Plugin 'fsdp' cannot combine norms of the order {norm_type} over ranks.", "Use a positive order."
+            )
+        # Some ranks may hold nothing; whatever they hold, all must call the same collective on the same dtype.
+        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(self._buckets[0].device, torch.float64)
+        largest = norm_type == float("inf")
+        power = norm if largest else norm**norm_type
+        dist.all_reduce(power, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._group)
+        exact = any(bucket.dtype == torch.float64 for bucket in self._buckets)
+        return (power if largest else power ** (1 / norm_type)).to(torch.float64 if exact else torch.float32)
 
     @tx.hookimpl
     def export_state(self, state: dict[str, torch.Tensor], ctx: tx.Context) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 import thunder_xform as tx
 
 
-def unit_paths(module: torch.nn.Module, units: str | Sequence[str]) -> tuple[str, ...]:
+def unit_paths(module: torch.nn.Module, units: str | Sequence[str | type]) -> tuple[str, ...]:
     """Dotted names of the modules that are units; what lies outside all of them forms one more unit.
 
     Raises:
@@ -49,7 +49,7 @@ def _repeats(container: torch.nn.Module, child: torch.nn.Module) -> bool:
     return has_children and sum(type(c) is type(child) for c in container.children()) > 1
 
 
-def unit_of(name: str, paths: Iterable[str], units: str | Sequence[str]) -> str:
+def unit_of(name: str, paths: Iterable[str], units: str | Sequence[str | type]) -> str:
     """The unit of the parameter ``name``: the innermost unit module that contains it, ``""`` for none."""
     if units == "none":
         return name
