@@ -68,6 +68,10 @@ class Hooks:
         """Reduce gradients that were accumulated locally, for loops that end inside ``no_sync``."""
 
     @hookspec(firstresult=True)
+    def discard_gradients(self, ctx: Context) -> None:
+        """Forget gradients that were accumulated locally outside of ``.grad``: ``model.zero_grad()`` was called."""
+
+    @hookspec(firstresult=True)
     def export_state(self, state: dict[str, torch.Tensor], ctx: Context) -> dict[str, torch.Tensor] | None:
         """Map names and values towards the plain model's, for ``ctx.state_kind``.
 

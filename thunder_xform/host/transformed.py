@@ -97,6 +97,14 @@ class TransformedModule(ThunderModule):
         self._model.train(mode)
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, those included that ``no_sync`` keeps outside of ``.grad``.
+
+        An optimizer's ``zero_grad`` knows of ``.grad`` only.
+        """
+        super().zero_grad(set_to_none)
+        self.__dict__[_SESSION].each("discard_gradients")
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally in the backward of calls made inside; see ``Handle.no_sync``."""
         inside: AbstractContextManager[None] = self.__dict__[_SESSION].no_sync()

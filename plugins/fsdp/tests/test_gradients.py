@@ -362,7 +362,23 @@ def stash_interleaved(model, a, b):
     second.backward()
 
 
+def stash_summed(model, a, b):
+    """One backward through a call inside and one outside."""
+    with nosync(model):
+        first = loss_of(model, a)
+    (first + loss_of(model, b)).backward()
+
+
+def stash_summed_reversed(model, a, b):
+    first = loss_of(model, a)
+    with nosync(model):
+        second = loss_of(model, b)
+    (first + second).backward()
+
+
 BACKWARDS += [
+    stash_summed,
+    stash_summed_reversed,
     stash_and_functional,
     stash_and_restricted,
     stash_restricted,
@@ -396,6 +412,27 @@ def backwards(zero):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_every_way_to_run_a_backward(ranks, zero):
     small(ranks.run(backwards, zero))
+
+
+def abandoned():
+    """What to expect of a loop that gives up on a step in the middle."""
+    model, plain = pair()
+    batches = token_batches(2)
+    errors = {}
+    for name, resets in (("model", True), ("optimizer", False)):
+        accumulate_eager(plain, loss_of, batches[1:] if resets else batches)
+        with model.no_sync():
+            loss_of(model, mine(batches)[0]).backward()
+        (model if resets else torch.optim.SGD(model.parameters())).zero_grad()
+        loss_of(model, mine(batches)[1]).backward()
+        errors[name] = worst(model, plain)
+        model.zero_grad()
+    return errors
+
+
+def test_abandoned_accumulation(ranks):
+    """The model's zero_grad forgets what was accumulated, an optimizer's cannot, as with FSDP2."""
+    small(ranks.run(abandoned))
 
 
 def failed_backward():
@@ -460,6 +497,48 @@ def updated_between():
 
 def test_parameters_of_one_bucket_are_updated_independently(ranks):
     small(ranks.run(updated_between))
+
+
+def misused(zero):
+    model, _ = pair(zero=zero)
+    (x,) = mine(token_batches(1))
+    loss = loss_of(model, x)
+    with torch.no_grad():
+        model.get_parameter("scale").add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with model.no_sync():
+        loss = loss_of(model, x)
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(loss, [model.get_parameter("scale")])
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_cannot_work_is_an_error(ranks, zero):
+    """A parameter that changes before its backward; gradients of parameters, which are shards, without a reduction."""
+    ranks.run(misused, zero)
+
+
+def autocast():
+    model, plain = pair(Branches)
+    batches = [[(x, True) for x in per_rank] for per_rank in float_batches(2)]
+
+    def loss_in_bfloat16(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(*batch)
+        assert out.dtype == torch.bfloat16
+        return out.float().square().mean()
+
+    accumulate_eager(plain, loss_in_bfloat16, batches)
+    one_context(model, loss_in_bfloat16, mine(batches))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    largest = max(p.grad.abs().max().item() for p in plain.parameters() if p.grad is not None)
+    return {"relative": worst(model, plain) / largest}
+
+
+def test_computing_in_bfloat16(ranks):
+    """autocast on float32 parameters: within 2 percent of the largest gradient, bfloat16 having three digits."""
+    small(ranks.run(autocast), 0.02)
 
 
 def frozen_later():

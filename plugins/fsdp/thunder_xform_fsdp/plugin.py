@@ -143,6 +143,11 @@ class FSDP(tx.Plugin[Options]):
                 parameter = ctx.tensor(name)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
+    @tx.hookimpl
+    def discard_gradients(self) -> None:
+        for bucket in self._buckets:
+            bucket.discard_stash()
+
     def _reduce_leftovers(self, ctx: tx.Context) -> None:
         """With a reducing backward everything is due, also what it did not reach."""
         if any(bucket.holds_gradients for bucket in self._buckets):
