@@ -99,21 +99,20 @@ def mesh_of(shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def hybrid(shapes, zeros):
+def hybrid(*cases):
     errors = {}
-    for shape in shapes:
+    for shape, zero in cases:
         mesh = mesh_of(shape)
         groups = {"fsdp": {"process_group": mesh["shard"]}, "ddp": {"process_group": mesh["replicate"]}}
         shard = mesh["shard"].get_group()
-        for zero in zeros:
-            options = {"fsdp": groups["fsdp"] | {"zero": zero}, "ddp": groups["ddp"]}
-            model, plain = jit(made(Net, 100 + dist.get_rank()), ["ddp", "fsdp"], options), made(Net, 100)
-            data = batches(3)
-            accumulate_eager(plain, loss_of, data)
-            for name, style in STYLES.items():
-                model.zero_grad()
-                style(model, loss_of, mine(data))
-                errors[f"{shape}, zero {zero}, {name}"] = max(gradient_errors(model, plain, shard).values())
+        options = {"fsdp": groups["fsdp"] | {"zero": zero}, "ddp": groups["ddp"]}
+        model, plain = jit(made(Net, 100 + dist.get_rank()), ["ddp", "fsdp"], options), made(Net, 100)
+        data = batches(3)
+        accumulate_eager(plain, loss_of, data)
+        for name, style in STYLES.items():
+            model.zero_grad()
+            style(model, loss_of, mine(data))
+            errors[f"{shape}, {name}"] = max(gradient_errors(model, plain, shard).values())
         for norm_type in (1.0, 2.0, float("inf")):
             model.zero_grad()
             plain.zero_grad()
@@ -123,8 +122,7 @@ def hybrid(shapes, zeros):
             expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
             errors[f"{shape}, norm {norm_type}"] = (found / expected - 1).abs().item()
             errors[f"{shape}, clipped by {norm_type}"] = max(gradient_errors(model, plain, shard).values())
-        options = {"fsdp": groups["fsdp"], "ddp": groups["ddp"]}
-        model, plain = jit(made(Branches, 100 + dist.get_rank()), ["fsdp", "ddp"], options), made(Branches, 100)
+        model, plain = jit(made(Branches, 100 + dist.get_rank()), ["fsdp", "ddp"], groups), made(Branches, 100)
         data = [[(x, k < 2) for x in per_rank] for k, per_rank in enumerate(batches(3))]
         accumulate_eager(plain, loss_of, data)
         one_context(model, loss_of, mine(data))
@@ -133,13 +131,13 @@ def hybrid(shapes, zeros):
 
 
 def test_two_ranks_that_replicate_or_shard(ranks):
-    """U19: with and without no_sync, every zero, the norm of the gradient of the whole model."""
-    small(ranks.run(hybrid, [(2, 1), (1, 2)], [3]))
+    """U19: with and without no_sync, the norm of the gradient of the whole model, other branches."""
+    small(ranks.run(hybrid, ((2, 1), 2), ((1, 2), 3)))
 
 
 def test_two_replicas_of_two_shards(four_ranks):
     """U19."""
-    small(four_ranks.run(hybrid, [(2, 2)], [2, 3]))
+    small(four_ranks.run(hybrid, ((2, 2), 3)))
 
 
 def test_one_group_for_both_is_refused_at_resolution():
@@ -361,19 +359,20 @@ def test_fusing_executors_leave_collectives_alone(ranks, names, zero):
 def norms():
     errors = {}
     data = batches(2)
+    model, plain = jit(made(Net, 100), ["fsdp"], {}), made(Net, 100)
+    errors["without gradients"] = tx.handle(model).clip_grad_norm_(1.0).item()
     for norm_type in (1.0, 2.0, 3.5, float("inf")):
         for largest in (0.05, 1e6):
-            model, plain = jit(made(Net, 100), ["fsdp"], {}), made(Net, 100)
+            model.zero_grad()
             accumulate_eager(plain, loss_of, data)
             one_context(model, loss_of, mine(data))
             found = tx.handle(model).clip_grad_norm_(largest, norm_type)
             expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), largest, norm_type)
             errors[f"norm {norm_type}"] = (found / expected - 1).abs().item()
             errors[f"clipped to {largest} by {norm_type}"] = max(gradient_errors(model, plain).values())
-            if largest == 0.05:
-                break
-    model = jit(made(Net, 100), ["fsdp"], {})
-    errors["without gradients"] = tx.handle(model).clip_grad_norm_(1.0).item()
+            assert found.dtype == expected.dtype
+    with pytest.raises(tx.errors.ParallelError, match="order 0"):
+        tx.handle(model).clip_grad_norm_(1.0, 0.0)
     return errors
 
 

@@ -184,7 +184,7 @@ def test_no_gradient_travels_inside_no_sync(ranks):
 
 def traffic_by_units():
     found = {}
-    for units in ("none", "layer", "block", ("Block",)):
+    for units in ("none", "layer", "block"):
         model = jit(made(1), units=units)
         loss_of(model, batches(1)[0]).backward()
         with Traffic() as seen:
@@ -197,7 +197,7 @@ def test_buckets_by_units(ranks):
     """U03: one reduce-scatter for each parameter, each module with parameters, each block."""
     for found in ranks.run(traffic_by_units):
         tensors, modules = 4 * BLOCKS + 2, 2 * BLOCKS + 1
-        assert found == {"none": tensors, "layer": modules, "block": BUCKETS, "('Block',)": BUCKETS}
+        assert found == {"none": tensors, "layer": modules, "block": BUCKETS}
 
 
 # -- order of operators ----------------------------------------------------------------------------------------------
