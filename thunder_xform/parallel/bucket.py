@@ -55,6 +55,7 @@ class ShardedBucket:
         self.rank = dist.get_rank(group)
         self.layout = ShardLayout(shapes, dist.get_world_size(group))
         self.gather_dtype = gather_dtype or dtype
+        self._received_ranks = collectives.received_ranks(device, group)
         self._shards = shards
         self._reducing = reducing
         self._reduce_dtype = reduce_dtype
@@ -88,32 +89,39 @@ class ShardedBucket:
 
     # -- gathering -----------------------------------------------------------------------------------------------
 
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of the buffer of a gather."""
+        return self.layout.shard_numel * len(self._received_ranks)
+
     def start_gather(self, indices: Sequence[int], shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Start gathering all shards; returns the rank-major buffer in flight."""
+        """Start gathering all shards; returns the buffer in flight."""
         return self._start_gather(self._local(indices, shards).to(self.gather_dtype))
 
     def _start_gather(self, local: torch.Tensor) -> torch.Tensor:
-        if self.layout.world == 1:
-            return local.detach()
-        full = local.new_empty(local.numel() * self.layout.world)
-        _fly(full, _Flight(collectives.all_gather(full, local, self.group), local))
-        return full
+        buffer = local.new_empty(self.gathered_numel)
+        pending = collectives.all_gather(buffer, local, self.group) if self.layout.world > 1 else None
+        _fly(buffer, _Flight(pending, local.detach()))
+        return buffer
 
     def finish_gather(
-        self, indices: Sequence[int], full: torch.Tensor, shards: Sequence[torch.Tensor]
+        self, indices: Sequence[int], buffer: torch.Tensor, shards: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """Wait for the buffer; returns the whole tensors of ``indices`` in the dtype of their shards."""
-        _land(full)
+        local = _land(buffer).local
+        received = buffer.view(len(self._received_ranks), self.layout.shard_numel)
+        flats = {self.rank: local} | dict(zip(self._received_ranks, received, strict=True))
         return tuple(
-            self.layout.whole(full, index).to(shard.dtype) for index, shard in zip(indices, shards, strict=True)
+            self.layout.whole([flats[r] for r in range(self.layout.world)], index).to(shard.dtype)
+            for index, shard in zip(indices, shards, strict=True)
         )
 
     def gather(self) -> dict[str, torch.Tensor]:
         """All whole tensors by name, exact whatever the dtype on the wire is in training. A collective."""
         shards = [shard.detach() for shard in self._shards()]
         indices = range(len(self.names))
-        full = self._start_gather(self._local(indices, shards))
-        return dict(zip(self.names, self.finish_gather(indices, full, shards), strict=True))
+        buffer = self._start_gather(self._local(indices, shards))
+        return dict(zip(self.names, self.finish_gather(indices, buffer, shards), strict=True))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -208,10 +216,10 @@ class ShardedBucket:
 
 
 class _Flight(NamedTuple):
-    """A collective under way, a tensor that must outlive it, and gradients in it that no operator takes."""
+    """A collective under way, what this rank brings to it, and gradients in it that no operator takes."""
 
     pending: collectives.Pending | None = None
-    keep: torch.Tensor | None = None
+    local: torch.Tensor | None = None
     unclaimed: Collection[int] = ()
 
 

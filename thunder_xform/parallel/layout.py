@@ -67,11 +67,11 @@ class ShardLayout:
         length = piece.rows_of(rank) * piece.row_numel
         return flat.narrow(0, piece.offset, length).view(self.shard_shape(index, rank))
 
-    def whole(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """Tensor ``index`` out of the rank-major buffer of all shards; a view where the buffer holds nothing else."""
-        piece = self._pieces[index]
-        rows = full.view(self.world, self.shard_numel).narrow(1, piece.offset, piece.numel)
-        return rows.reshape(self.world * piece.rows, piece.row_numel)[: self._total(piece)].view(piece.shape)
+    def whole(self, flats: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+        """Tensor ``index`` out of the flat shards of all ranks; a view if there is one rank."""
+        shards = [self.local(flat, index, rank) for rank, flat in enumerate(flats)]
+        joined = torch.cat(shards) if len(shards) > 1 else shards[0]
+        return joined.view(self._pieces[index].shape)
 
     def pack(self, full: torch.Tensor, tensors: Iterable[tuple[int, torch.Tensor]], *, add: bool) -> None:
         """Write whole tensors, given with their indices, into the rank-major buffer ``full``, or add them to it."""

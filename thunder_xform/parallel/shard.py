@@ -46,9 +46,7 @@ def _gather_backward(inputs: tuple[Any, ...], outputs: tuple[Any, ...], gradient
 #: ``gather_start(bucket, indices, *shards) -> buffer in flight``
 gather_start = operator(
     "xform_gather_start",
-    meta=lambda bucket, indices, *shards: _flat_like(
-        bucket.layout.shard_numel * bucket.layout.world, shards[0], bucket.gather_dtype
-    ),
+    meta=lambda bucket, indices, *shards: _flat_like(bucket.gathered_numel, shards[0], bucket.gather_dtype),
     fn=lambda bucket, indices, *shards: bucket.start_gather(indices, shards),
     backward=lambda inputs, outputs, gradients: [None] * len(inputs),
     collective=True,

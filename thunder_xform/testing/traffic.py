@@ -23,17 +23,22 @@ _KINDS = {
     "allreduce_coalesced_": "all_reduce",
     "broadcast_": "broadcast",
     "barrier": "barrier",
+    "send": "send",
+    "recv_": "recv",
 }
+#: What the project composes of messages between ranks carries the collective's name in profiles, with this prefix.
+_COMPOSED = "xform::"
 
 
 class Collective(NamedTuple):
     """One collective.
 
     Attributes:
-        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"all_reduce"``, ``"broadcast"`` or
-            ``"barrier"``; for others, the dispatcher's name.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"all_reduce"``, ``"broadcast"``,
+            ``"barrier"``, ``"send"`` or ``"recv"``; for others, the dispatcher's name.
         nbytes: bytes of the whole tensor on one rank, the longer side where the two differ: what an all-gather fills
-            and what a reduce-scatter reads.
+            and what a reduce-scatter reads. One that this project composes of messages between the ranks, as on CPU,
+            counts as one, with the bytes that this rank receives: no piece of its own.
     """
 
     kind: str
@@ -54,6 +59,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
+        self._labels: list[str] = []
 
     def count(self, *kinds: str) -> int:
         """How many collectives of ``kinds`` there were."""
@@ -73,7 +79,23 @@ class Traffic(TorchDispatchMode):
         if any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
             return NotImplemented  # A subclass such as DTensor: wait for the operators on what it wraps.
         namespace, _, name = func.name().partition("::")  # type: ignore[attr-defined]
-        if namespace == "c10d":
+        if name == "_record_function_enter_new":
+            self._enter(str(args[0]))
+        elif name.startswith("_record_function_exit") and self._labels:
+            self._labels.pop()
+        elif namespace == "c10d":
             sizes = [sum(t.nbytes for t in tree_leaves(a) if isinstance(t, torch.Tensor)) for a in args]
-            self.collectives.append(Collective(_KINDS.get(name, name), max(sizes, default=0)))
+            self._record(_KINDS.get(name, name), max(sizes, default=0))
         return func(*args, **(kwargs or {}))
+
+    def _enter(self, label: str) -> None:
+        self._labels.append(label)
+        if label.startswith(_COMPOSED):
+            self.collectives.append(Collective(label.removeprefix(_COMPOSED), 0))
+
+    def _record(self, kind: str, nbytes: int) -> None:
+        if not any(label.startswith(_COMPOSED) for label in self._labels):
+            self.collectives.append(Collective(kind, nbytes))
+        elif kind != "send":
+            composed = self.collectives[-1]
+            self.collectives[-1] = composed._replace(nbytes=composed.nbytes + nbytes)

@@ -1,6 +1,5 @@
 """Training through Accelerate on two ranks against the same loop in plain PyTorch in one process (U02, U14, U21)."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from thunder_xform.testing import RankPool
+from thunder_xform.testing import RankPool, Traffic
 
 STEPS = 3
 
@@ -99,7 +98,7 @@ def fit(accelerator, model, optimizer, accumulation, clip=None):
         for microbatch in step:
             x, y = microbatch[accelerator.process_index]
             with accelerator.accumulate(model):
-                with counted() as calls:
+                with Traffic() as traffic:
                     loss = F.mse_loss(model(x), y)
                     accelerator.backward(loss)
                 if accelerator.sync_gradients and clip is not None:
@@ -107,30 +106,8 @@ def fit(accelerator, model, optimizer, accumulation, clip=None):
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
-            counts.append(len(calls))
+            counts.append(traffic.count("all_reduce", "reduce_scatter"))
     return losses, norms, counts
-
-
-@contextlib.contextmanager
-def counted():
-    """Names of the collectives that reduce gradients, as they are called."""
-    calls = []
-    saved = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "reduce_scatter_tensor")}
-
-    def recording(name):
-        def call(*args, **kwargs):
-            calls.append(name)
-            return saved[name](*args, **kwargs)
-
-        return call
-
-    for name in saved:
-        setattr(dist, name, recording(name))
-    try:
-        yield calls
-    finally:
-        for name, function in saved.items():
-            setattr(dist, name, function)
 
 
 def close(found, expected, tolerance=1e-6):

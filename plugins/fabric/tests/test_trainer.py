@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from thunder_xform.testing import Traffic
+
 STEPS, ACCUMULATION = 3, 2
 
 
@@ -80,20 +82,14 @@ def fit(name, folder, clip=None, own_clipping=True):
         use_distributed_sampler=False,
     )
     module = (Clipping if own_clipping else Base)()
-    reductions = []
-    saved = {collective: getattr(dist, collective) for collective in ("all_reduce", "all_to_all_single")}
-    for collective, function in saved.items():
-        setattr(dist, collective, lambda *a, _f=function, _n=collective, **k: (reductions.append(_n), _f(*a, **k))[1])
     try:
-        trainer.fit(module, torch.utils.data.DataLoader(data(dist.get_rank()), batch_size=None))
+        with Traffic() as traffic:
+            trainer.fit(module, torch.utils.data.DataLoader(data(dist.get_rank()), batch_size=None))
     except tx.errors.PipelineError as error:
         return str(error)
-    finally:
-        for collective, function in saved.items():
-            setattr(dist, collective, function)
     trainer.save_checkpoint(f"{folder}/end.ckpt")
     full = {key: value.clone() for key, value in tx.handle(module.net).state_dict().items()}
-    return full, reductions.count("all_reduce" if name == "ddp" else "all_to_all_single")
+    return full, traffic.count("all_reduce" if name == "ddp" else "reduce_scatter")
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])

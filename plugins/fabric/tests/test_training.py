@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from thunder_xform.testing import Traffic
+
 STEPS = 3
 
 
@@ -113,13 +115,13 @@ def fit(fabric, model, optimizer, accumulation, *, step=loss_of, clip=None, clip
         for k, microbatch in enumerate(batch_of_step):
             x, y = microbatch[fabric.global_rank]
             with (
-                counted() as calls,
+                Traffic() as traffic,
                 fabric.no_backward_sync(model, enabled=k < accumulation - 1),
             ):
                 loss = step(model, x, y) / accumulation
                 fabric.backward(loss)
             losses.append(loss.item())
-            counts.append(len(calls))
+            counts.append(traffic.count("all_reduce", "reduce_scatter"))
         if clip is not None:
             fabric.clip_gradients(model, optimizer, max_norm=clip)
         if clip_value is not None:
@@ -127,28 +129,6 @@ def fit(fabric, model, optimizer, accumulation, *, step=loss_of, clip=None, clip
         optimizer.step()
         optimizer.zero_grad()
     return losses, counts
-
-
-@contextlib.contextmanager
-def counted():
-    """Names of the collectives that reduce gradients, as they are called."""
-    calls = []
-    saved = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "reduce_scatter_tensor")}
-
-    def recording(name):
-        def call(*args, **kwargs):
-            calls.append(name)
-            return saved[name](*args, **kwargs)
-
-        return call
-
-    for name in saved:
-        setattr(dist, name, recording(name))
-    try:
-        yield calls
-    finally:
-        for name, function in saved.items():
-            setattr(dist, name, function)
 
 
 def close(found, expected, tolerance=1e-6):
