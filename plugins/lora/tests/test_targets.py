@@ -80,7 +80,7 @@ def test_the_same_layers_as_peft(target, exclude):
     config = LoraConfig(target_modules=target, exclude_modules=exclude)
     matched = [p for p, _ in MODEL.named_modules() if check_target_module_exists(config, p)]
     if not set(matched) <= set(LINEAR):
-        with pytest.raises(tx.errors.OptionError, match=r"only torch.nn.Linear is supported"):
+        with pytest.raises(tx.errors.OptionError, match=r"but only torch.nn.Linear, Embedding, .* can have an adapter"):
             adapted(target_modules=target, exclude_modules=exclude)
     elif matched:
         assert adapted(target_modules=target, exclude_modules=exclude) == matched
@@ -98,14 +98,14 @@ def test_the_same_layers_as_peft(target, exclude):
         ({"target_modules": "all-liner"}, "`target_modules` 'all-liner' matches", "'all-linear'"),
         ({"exclude_modules": ["haed"]}, "`exclude_modules` 'haed' matches", "'head'"),
         (
-            {"target_modules": ["tokens"]},
-            "matches 'tokens' of type Embedding",
-            r"exclude_modules=\['tokens'\]",
+            {"target_modules": ["mlp"]},
+            "matches 'blocks.0.mlp' of type Sequential, but only torch.nn.Linear, Embedding,",
+            r"exclude_modules=\['blocks.0.mlp'\]",
         ),
         (
             {"target_modules": r".*mlp.*"},
             r"matches 'blocks.0.mlp' of type Sequential",
-            "Name linear layers only",
+            "Name such layers only",
         ),
         ({"exclude_modules": r".*"}, "leaves nothing of `target_modules` 'all-linear'", "Exclude less"),
         ({"target_modules": []}, "`target_modules` is empty", ""),

@@ -18,6 +18,7 @@ _IGNORED = frozenset(
     [
         "auto_mapping",
         "base_model_name_or_path",
+        "fan_in_fan_out",  # PEFT sets it by the type of each layer
         "inference_mode",
         "megatron_core",
         "peft_type",

@@ -6,28 +6,29 @@ the lengths that rows have with the adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 import thunder_xform as tx
 from thunder_xform_lora import _adapter
+from thunder_xform_lora._layer import Layer
 from thunder_xform_lora._patterns import error
 from thunder_xform_lora._targets import Target
 
 
-def row_norms(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Lengths of the rows of ``weight + scaling * B @ A``, of shape (out_features,), in the dtype of A."""
-    norms: torch.Tensor = torch.linalg.norm(weight.to(a.dtype) + scaling * (b @ a), dim=1)
-    return norms
+def lengths(layer: Layer, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Lengths of the rows of a weight with its adapter, in the dtype of A and the shape of PEFT's magnitudes."""
+    return layer.lengths(weight.to(a.dtype) + scaling * layer.change(a, b))
 
 
-_row_norms = tx.operator(
-    "lora_row_norms",
-    meta=lambda weight, a, b, scaling: tx.tensor_like(a, shape=(weight.shape[0],), requires_grad=False),
-    fn=row_norms,
-    backward=lambda inputs, outputs, gradients: (None,) * 4,
+#: ``row_lengths(weight, a, b, layer, scaling)``, of shape (out_features,)
+_row_lengths = tx.operator(
+    "lora_row_lengths",
+    meta=lambda weight, a, b, layer, scaling: tx.tensor_like(a, shape=(layer.out_features,), requires_grad=False),
+    fn=lambda weight, a, b, layer, scaling: lengths(layer, weight, a, b, scaling).flatten(),
+    backward=lambda inputs, outputs, gradients: (None,) * 5,
 )
 
 
@@ -49,40 +50,41 @@ def add_magnitudes(targets: Iterable[Target], adapter: str, params: tx.Parameter
     """Add the lengths of rows, as they are with the new adapter."""
     for target in targets:
         a, b = (params.tensor(name).detach() for name in _adapter.names(target, adapter))
-        norms = row_norms(params.tensor(target.weight).detach(), a, b, target.scaling)
+        norms = lengths(target.layer, params.tensor(target.weight).detach(), a, b, target.scaling)
         first, *others = (_adapter.magnitude_name(module, adapter) for module in target.modules)
         params.add(first, norms, aliases=others)
 
 
-def apply(
-    operation: tx.Operation, edit: tx.Edit, names: Sequence[str], scaling: float, dropped: Any, delta: Any, result: Any
-) -> Any:
-    """What a linear layer computes with its adapter.
+def factor(edit: tx.Edit, target: Target, adapter: str, scaling: float) -> Any:
+    """In a trace: by how much the adapter lengthens each output feature, broadcastable to the output."""
+    layer, weight = target.layer, edit.parameter(target.weight)
+    a, b, magnitude = map(edit.parameter, _adapter.names(target, adapter, dora=True))
+    now = _row_lengths(weight, a, b, layer, scaling)
+    return layer.spread(tx.ops.reshape(magnitude, (layer.out_features,)) / now)
+
+
+def bare(edit: tx.Edit, target: Target, operation: tx.Operation, result: Any, dropped: Any) -> Any:
+    """In a trace: what the layer computes without its bias.
 
     Args:
-        operation: the layer's call.
         edit: gives parameters.
-        names: of A, B and the lengths of rows.
-        scaling: factor of the adapter's output.
-        dropped: the adapter's input after dropout; None without dropout.
-        delta: the scaled output of the adapter, of shape (..., out_features).
-        result: the output of the layer.
+        target: the layer.
+        operation: its call.
+        result: the output of the call.
+        dropped: the input after dropout; None without dropout.
     """
-    weight = edit.parameter(str(operation.linear_weight))
-    a, b, magnitude = map(edit.parameter, names)
-    factor = magnitude / _row_norms(weight, a, b, scaling)
-    if dropped is None and operation.name == "linear":
-        bias = operation.args[2]
-        base = result if bias is None else result - bias
-    else:
-        x = tx.ops.to(operation.args[0], a.dtype) if dropped is None else dropped
-        base = tx.ops.linear(x, tx.ops.to(weight, a.dtype))
-    return result + ((factor - 1) * base + factor * delta)
+    layer = target.layer
+    if dropped is None and operation.operator is None:
+        bias = None if layer.bias_index is None else operation.args[layer.bias_index]
+        return result if bias is None else result - layer.spread(bias)
+    x = layer.input(operation, result.dtype) if dropped is None else dropped
+    return layer.plain(operation, x, tx.ops.to(edit.parameter(target.weight), x.dtype))
 
 
 def merged(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor, scaling: float
+    target: Target, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor, factor: float
 ) -> torch.Tensor:
     """The weight that computes the same alone, in its dtype."""
-    whole = weight.to(a.dtype) + scaling * (b @ a)
-    return (whole * (magnitude / row_norms(weight, a, b, scaling))[:, None]).to(weight.dtype)
+    layer, scaling = target.layer, target.scaling * factor
+    whole = weight.to(a.dtype) + scaling * layer.change(a, b)
+    return layer.scaled(whole, magnitude.flatten() / layer.lengths(whole).flatten()).to(weight.dtype)

@@ -35,7 +35,7 @@ def merge(
         value = params.tensor(target.weight).detach()
         for adapter, weight in weights.items():
             tensors = [params.tensor(name).detach() for name in _adapter.names(target, adapter, dora)]
-            value = merged_weight(value, tensors, target.scaling * weight)
+            value = merged_weight(target, value, tensors, weight)
         merged[target.weight] = value
     before = {name: params.tensor(name) for name in merged}
     for name, value in merged.items():
@@ -49,15 +49,21 @@ def unmerge(before: Mapping[str, torch.Tensor], params: tx.Parameters) -> None:
         params.replace(name, value, requires_grad=False)
 
 
-def merged_weight(weight: torch.Tensor, tensors: Sequence[torch.Tensor], scaling: float) -> torch.Tensor:
-    """A weight that computes the same alone as with an adapter: of A and B, or A, B and magnitudes under DoRA."""
+def merged_weight(target: Target, weight: torch.Tensor, tensors: Sequence[torch.Tensor], factor: float) -> torch.Tensor:
+    """A weight that computes the same alone as with its adapter ``factor`` times.
+
+    ``tensors`` are A and B, or A, B and magnitudes under DoRA.
+    """
     a, b, *magnitude = tensors
-    return _dora.merged(weight, a, b, magnitude[0], scaling) if magnitude else _adapter.merged(weight, a, b, scaling)
+    if magnitude:
+        return _dora.merged(target, weight, a, b, magnitude[0], factor)
+    return _adapter.merged(target, weight, a, b, factor)
 
 
 def _check(target: Target, weights: Mapping[str, float], params: tx.Parameters, ctx: tx.Context) -> None:
     names = [name for adapter in weights for name in _adapter.names(target, adapter)]
     reasons = [_unfit(name, params, ctx) for name in (target.weight, *names)]
+    reasons.append(target.layer.unmergeable or "")
     if tied := tied_elsewhere(target, ctx):
         reasons.append(f"{tied[0]!r} shares the weight without the adapter")
     if params.version(target.weight).requires_grad:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 import thunder_xform as tx
+from thunder_xform_lora._kinds import layer_of
 from thunder_xform_lora.options import ALL_LINEAR, Options
 
 Pattern = str | Sequence[str]
@@ -65,7 +66,7 @@ def check_patterns(option: str, pattern: Pattern, modules: dict[str, torch.nn.Mo
 
 
 def _closest(text: str, modules: dict[str, torch.nn.Module]) -> list[str]:
-    paths = [path for path, module in modules.items() if isinstance(module, torch.nn.Linear)]
+    paths = [path for path, module in modules.items() if layer_of(module)]
     return resembling(text, [ALL_LINEAR, *paths])
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import thunder_xform as tx
 from thunder_xform_lora import _adapter, _dora
+from thunder_xform_lora._kinds import applied
+from thunder_xform_lora._layer import Layer
 from thunder_xform_lora._targets import Target
 
 
@@ -25,31 +27,30 @@ def apply_adapters(
         dora: whether adapters learn the lengths of rows apart.
         dropout: the probability, now, for a target.
     """
-    by_weight = {target.weight: target for target in targets}
+    by_key = {target.key: target for target in targets}
 
     def adapted(operation: tx.Operation, edit: tx.Edit) -> object:
-        target = by_weight[str(operation.linear_weight)]
-        result = operation.call()
+        target = by_key[applied(operation)]  # type: ignore[index]
+        layer, result = target.layer, operation.call()
         dtype = result.dtype
         # The order of operations and the dtypes are PEFT's.
         for adapter, weight in weights.items():
-            names = _adapter.names(target, adapter, dora)
-            a, b, *_ = map(edit.parameter, names)
-            x = tx.ops.to(operation.args[0], a.dtype)
-            if p := dropout(target):
+            a, b = map(edit.parameter, _adapter.names(target, adapter))
+            x, p, scaling = layer.input(operation, a.dtype), dropout(target), target.scaling * weight
+            if p:
                 x = tx.ops.dropout(x, p, True)
-            scaling = target.scaling * weight
-            delta = tx.ops.linear(tx.ops.linear(x, a), b) * scaling
+            delta = layer.output(operation, x, a, b) * scaling
             if dora:
-                result = _dora.apply(operation, edit, names, scaling, x if p else None, delta, result)
-            else:
-                result = result + delta
+                factor = _dora.factor(edit, target, adapter, scaling)
+                bare = _dora.bare(edit, target, operation, result, x if p else None)
+                delta = (factor - 1) * bare + factor * delta
+            result = result + delta
         return tx.ops.to(result, dtype)
 
-    return computation.rewrite(lambda operation: operation.linear_weight in by_weight, adapted)
+    return computation.rewrite(lambda operation: applied(operation) in by_key, adapted)
 
 
-def applied_weights(computation: tx.Computation) -> frozenset[str]:
-    """Names of the parameters that an operator of the trace applies as a weight matrix."""
-    names = (operation.linear_weight for operation in computation.operations())
-    return frozenset(name for name in names if name is not None)
+def applied_weights(computation: tx.Computation) -> frozenset[tuple[type[Layer], str]]:
+    """Kinds of layers in the trace, each with a parameter that such a layer applies as its weight."""
+    found = (applied(operation) for operation in computation.operations())
+    return frozenset(key for key in found if key is not None)

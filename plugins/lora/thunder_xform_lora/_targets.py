@@ -1,4 +1,4 @@
-"""Which linear layers get an adapter."""
+"""Which layers get an adapter."""
 
 from __future__ import annotations
 
@@ -8,28 +8,34 @@ from dataclasses import dataclass
 import torch
 
 import thunder_xform as tx
+from thunder_xform_lora._kinds import SUPPORTED, is_linear, layer_of
+from thunder_xform_lora._layer import Layer
 from thunder_xform_lora._patterns import Pattern, check_patterns, error, inside_saved, matches, resembling, targeted
 from thunder_xform_lora.options import ALL_LINEAR, Options, fits
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One weight that gets an adapter.
+    """One weight that gets an adapter where one kind of layer applies it.
 
     Attributes:
         weight: the weight's name in the parameter ledger.
-        modules: names of all layers that use it, several where layers are tied; the first names the adapter.
-        out_features, in_features: the weight's logical shape.
+        modules: names of all layers of the kind that use it, several where such are tied; the first names the adapter.
+        layer: the first of them.
         r: rank of the adapter.
         scaling: factor of the adapter's output.
     """
 
     weight: str
     modules: tuple[str, ...]
-    out_features: int
-    in_features: int
+    layer: Layer
     r: int
     scaling: float
+
+    @property
+    def key(self) -> tuple[type[Layer], str]:
+        """What tells calls that the adapter belongs to, see :func:`thunder_xform_lora._kinds.applied`."""
+        return type(self.layer), self.weight
 
 
 def find_targets(options: Options, params: tx.Parameters, ctx: tx.Context) -> tuple[Target, ...]:
@@ -39,28 +45,30 @@ def find_targets(options: Options, params: tx.Parameters, ctx: tx.Context) -> tu
         OptionError: a pattern matches nothing, or something that cannot get an adapter of this rank.
     """
     selected = _select(options, ctx)
-    by_weight: dict[str, list[str]] = {}
+    tied: dict[tuple[type[Layer], str], list[str]] = {}
     for path, layer in selected.items():
-        by_weight.setdefault(_weight_of(path, layer, params, ctx), []).append(path)
+        tied.setdefault((type(layer), _weight_of(path, layer, params, ctx)), []).append(path)
     targets = []
-    for weight, paths in by_weight.items():
-        layer = selected[paths[0]]
-        r, scaling = options.rank_of(paths[0]), options.scaling_of(paths[0])
-        _check_rank(r, paths[0], layer, ctx)
-        _check_ties(weight, paths, params, ctx)
-        if unlike := [p for p in paths if (options.rank_of(p), options.scaling_of(p)) != (r, scaling)]:
+    for (_, weight), paths in tied.items():
+        target = Target(
+            weight, tuple(paths), selected[paths[0]], options.rank_of(paths[0]), options.scaling_of(paths[0])
+        )
+        for path in paths:
+            _check_layer(target.r, path, selected[path], options, ctx)
+        _check_ties(target, params, ctx)
+        if unlike := [p for p in paths if (options.rank_of(p), options.scaling_of(p)) != (target.r, target.scaling)]:
             problem = f"{paths[0]!r} and {unlike[0]!r} share one weight and adapter, but not the rank or scaling."
             raise error(ctx, "rank_pattern", options.rank_pattern, problem, "Give both the same.")
-        targets.append(Target(weight, tuple(paths), layer.out_features, layer.in_features, r, scaling))
+        targets.append(target)
     return tuple(targets)
 
 
-def _select(options: Options, ctx: tx.Context) -> dict[str, torch.nn.Linear]:
+def _select(options: Options, ctx: tx.Context) -> dict[str, Layer]:
     modules = dict(ctx.module.named_modules(remove_duplicate=False))
     wanted, excluded = options.target_modules, options.exclude_modules or ()
     if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
         head = _output_layer(ctx.module)
-        found = [p for p, m in modules.items() if isinstance(m, torch.nn.Linear) and m is not head]
+        found = [p for p, m in modules.items() if is_linear(m) and m is not head]
         if not found:
             problem = f"{type(ctx.module).__name__} has no torch.nn.Linear that could get an adapter."
             raise error(ctx, "target_modules", wanted, problem, "Leave out 'lora'.")
@@ -88,7 +96,7 @@ def _select(options: Options, ctx: tx.Context) -> dict[str, torch.nn.Linear]:
             "Exclude less.",
         )
     _check_settings(options, kept, ctx)
-    return {path: _linear(path, modules[path], wanted, ctx) for path in kept}
+    return {path: _layer(path, modules[path], wanted, ctx) for path in kept}
 
 
 def _check_settings(options: Options, paths: Sequence[str], ctx: tx.Context) -> None:
@@ -111,37 +119,36 @@ def _output_layer(module: torch.nn.Module) -> torch.nn.Module | None:
     return getter() if callable(getter) else None
 
 
-def _linear(path: str, module: torch.nn.Module, wanted: Pattern, ctx: tx.Context) -> torch.nn.Linear:
-    if isinstance(module, torch.nn.Linear):
-        return module
+def _layer(path: str, module: torch.nn.Module, wanted: Pattern, ctx: tx.Context) -> Layer:
+    if layer := layer_of(module):
+        return layer
     raise error(
         ctx,
         "target_modules",
         wanted,
-        f"`target_modules` {wanted!r} matches {path!r} of type {type(module).__name__}, but only "
-        f"torch.nn.Linear is supported.",
-        f"Name linear layers only, or exclude it with exclude_modules=[{path!r}].",
+        f"`target_modules` {wanted!r} matches {path!r} of type {type(module).__name__}, but only {SUPPORTED} can have "
+        f"an adapter.",
+        f"Name such layers only, or exclude it with exclude_modules=[{path!r}].",
     )
 
 
-def _weight_of(path: str, layer: torch.nn.Linear, params: tx.Parameters, ctx: tx.Context) -> str:
+def _weight_of(path: str, layer: Layer, params: tx.Parameters, ctx: tx.Context) -> str:
     name = f"{path}.weight" if path else "weight"
-    shape = (layer.out_features, layer.in_features)
-    if name not in params or params.version(name).shape != shape:
+    if name not in params or params.version(name).shape != layer.shape:
         found = f"is {params.version(name).shape}" if name in params else "is computed from other parameters"
         raise error(
             ctx,
             "target_modules",
             path,
-            f"The weight of {path!r} {found} and not a parameter of shape {shape}, as an adapter needs.",
+            f"The weight of {path!r} {found} and not a parameter of shape {layer.shape}, as an adapter needs.",
             f"Exclude it with exclude_modules=[{path!r}].",
         )
     return params.canonical(name)
 
 
-def _check_rank(r: int, path: str, layer: torch.nn.Linear, ctx: tx.Context) -> None:
-    largest = min(layer.out_features, layer.in_features)
-    if r > largest:
+def _check_layer(r: int, path: str, layer: Layer, options: Options, ctx: tx.Context) -> None:
+    """Refuse a layer that cannot have such an adapter."""
+    if r > (largest := layer.largest_rank):
         raise error(
             ctx,
             "r",
@@ -149,20 +156,23 @@ def _check_rank(r: int, path: str, layer: torch.nn.Linear, ctx: tx.Context) -> N
             f"`r` is {r}, larger than {path!r}, which maps {layer.in_features} to {layer.out_features} features.",
             f"Lower `r` to {largest} or exclude the layer with exclude_modules=[{path!r}].",
         )
+    if reason := layer.refusal(r, options.use_dora):
+        raise error(ctx, "target_modules", path, f"{path!r} {reason}.", f"Exclude it with exclude_modules=[{path!r}].")
 
 
-def _check_ties(weight: str, paths: list[str], params: tx.Parameters, ctx: tx.Context) -> None:
-    """Refuse to adapt one of two linear layers that share a weight.
+def _check_ties(target: Target, params: tx.Parameters, ctx: tx.Context) -> None:
+    """Refuse to adapt one of two layers of a kind that share a weight.
 
-    A compiled linear operation knows its weight, not the layer it came from.
+    A compiled operation knows its weight, not the layer it came from.
     """
-    for path in _other_owners(weight, paths, params):
-        if isinstance(ctx.module.get_submodule(path), torch.nn.Linear):
+    for path in _other_owners(target.weight, target.modules, params):
+        if type(layer_of(ctx.module.get_submodule(path))) is type(target.layer):
             raise error(
                 ctx,
                 "target_modules",
                 path,
-                f"{paths[0]!r} and {path!r} share one weight, but only {paths[0]!r} is to get an adapter.",
+                f"{target.modules[0]!r} and {path!r} share one weight, but only {target.modules[0]!r} is to get an "
+                f"adapter.",
                 "Target both or neither.",
             )
 

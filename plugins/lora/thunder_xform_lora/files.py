@@ -81,14 +81,15 @@ def load_peft(handle: tx.Handle, folder: str | os.PathLike[str], adapter: str = 
         adapter: the name in the model of the adapter that takes the values.
 
     Raises:
-        CheckpointError: a file cannot be read; adapters are scaled otherwise than in the model; keys or shapes differ.
+        CheckpointError: a file cannot be read; adapters are scaled otherwise than in the model; keys or shapes differ;
+            there are weights of the model in it, and they differ.
         ParallelError: so it is on another rank.
     """
     lora = _plugin(handle)
     with tx.parallel.together(_groups(handle), "load_peft"):
         _check_config(lora, Path(folder))
         keys = _file_keys(lora, adapter)
-        given = _read(Path(folder))
+        given = _without_base(_read(Path(folder)), keys, lora, Path(folder))
         _check_keys(given, keys, Path(folder))
         state = _by_name(given, keys, Path(folder))
     handle.load_state_dict(state, kind="adapter", strict=False)
@@ -144,6 +145,29 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"{path} cannot be read ({error}).", "Check that the file is there and complete.", path=str(path)
         ) from error
+
+
+def _without_base(
+    given: Mapping[str, torch.Tensor], keys: Collection[str], lora: LoRA, folder: Path
+) -> dict[str, torch.Tensor]:
+    """What a file holds without weights of the model, which PEFT adds where an embedding has an adapter.
+
+    Refuses other values than the model's: nothing would read them.
+    """
+    kept = dict(given)
+    for key in given.keys() - set(keys):
+        own = lora.base_tensor(key.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        if own is None:
+            continue
+        value = kept.pop(key)
+        if own.is_meta or not torch.equal(value.to(own), own):
+            raise CheckpointError(
+                f"The adapter in {folder} brings the model's own {key!r}, "
+                f"{'which cannot be compared: the model holds no data' if own.is_meta else 'with other values'}.",
+                "Load that into the model first, or save the adapter with save_embedding_layers=False.",
+                key=key,
+            )
+    return kept
 
 
 def _check_keys(given: Collection[str], keys: Collection[str], folder: Path) -> None:

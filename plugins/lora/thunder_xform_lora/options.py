@@ -16,10 +16,11 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Which linear layers get an adapter, and how large it is.
+    """Which layers get an adapter, and how large it is.
 
     An adapter changes ``y = x @ W.T + bias`` to ``y + dropout(x) @ A.T @ B.T * scaling``, with A of shape
-    (r, in_features), B of shape (out_features, r), and the scaling lora_alpha / r.
+    (r, in_features), B of shape (out_features, r), and the scaling lora_alpha / r. Embeddings and convolutions have
+    adapters of the same kind, as in PEFT.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022.
     """

@@ -8,16 +8,17 @@ import torch
 
 import thunder_xform as tx
 from thunder_xform_lora import _adapter, _dora
-from thunder_xform_lora._merge import merge, merged_weight, unmerge
+from thunder_xform_lora._merge import merge, unmerge
 from thunder_xform_lora._rewrite import applied_weights, apply_adapters
 from thunder_xform_lora._selection import Selection
+from thunder_xform_lora._state import add_neutral, merge_into
 from thunder_xform_lora._targets import Target, find_targets, tied_elsewhere
 from thunder_xform_lora._trained import Trained, add_copies, export_copies, find_trained, read_copies
 from thunder_xform_lora.options import Options
 
 
 class LoRA(tx.Plugin[Options]):
-    """Low-rank adapters on linear layers. All of the model's own parameters are frozen in the compiled model.
+    """Low-rank adapters. All of the model's own parameters are frozen in the compiled model.
 
     Adapters are initialized from torch's random state; plugins that distribute the model make them the same
     on all ranks.
@@ -26,7 +27,7 @@ class LoRA(tx.Plugin[Options]):
     _targets: tuple[Target, ...]
     _trained: tuple[Trained, ...]
     _selection: Selection
-    #: modules whose mode decides whether dropout is on, by target weight; empty without dropout
+    #: modules whose mode decides whether dropout is on, by their names; empty without dropout
     _modes: dict[str, torch.nn.Module]
     #: what `merge` changes parameters through
     _grip: tuple[tx.Parameters, tx.Context]
@@ -104,6 +105,11 @@ class LoRA(tx.Plugin[Options]):
             keys |= _adapter.file_keys(target, adapter, self.options.use_dora)
         return keys | {key: each.name(adapter) for each in self._trained for key in each.keys}
 
+    def base_tensor(self, name: str) -> torch.Tensor | None:
+        """The model's own parameter of that name, without adapters; None if it has none."""
+        params, _ = self._grip
+        return params.original(name) if name in params else None
+
     @tx.hookimpl
     def update_model_state(self, params: tx.Parameters, ctx: tx.Context) -> None:
         options = self.options
@@ -115,8 +121,8 @@ class LoRA(tx.Plugin[Options]):
         exclusive = (("bias", self._trained), ("modules_to_save", self._trained), ("use_dora", options.use_dora))
         kinds = [f"{k}={getattr(options, k)!r}" for k, holds in exclusive if holds]
         self._selection = Selection(options.adapters, ", ".join(kinds))
-        dropped = self._targets if options.lora_dropout else ()
-        self._modes = {target.weight: ctx.module.get_submodule(target.modules[0]) for target in dropped}
+        dropped = [target for target in self._targets if target.layer.drops and options.lora_dropout]
+        self._modes = {target.modules[0]: ctx.module.get_submodule(target.modules[0]) for target in dropped}
         for name in params:
             if params.version(name).origin == "model":
                 params.set_requires_grad(name, False)
@@ -141,18 +147,18 @@ class LoRA(tx.Plugin[Options]):
         return computation
 
     def _dropout(self, target: Target) -> float:
-        module = self._modes.get(target.weight)
+        module = self._modes.get(target.modules[0])
         return self.options.lora_dropout if module is not None and module.training else 0.0
 
     def _check_reachable(self, computation: tx.Computation, ctx: tx.Context) -> None:
         """Refuse a model that uses a target's weight only in ways that an adapter cannot follow."""
         applied, read = applied_weights(computation), frozenset(computation.parameters)
         for target in self._targets:
-            if target.weight in read - applied and not tied_elsewhere(target, ctx):
+            if target.weight in read and target.key not in applied and not tied_elsewhere(target, ctx):
                 path = target.modules[0]
                 raise tx.errors.PipelineError(
                     f"The model uses the weight of {path!r} in other operations than "
-                    f"torch.nn.functional.linear, so its adapter would have no effect.",
+                    f"{target.layer.function}, so its adapter would have no effect.",
                     f"Call the layer, or exclude it with exclude_modules=[{path!r}].",
                 )
 
@@ -163,17 +169,8 @@ class LoRA(tx.Plugin[Options]):
             return None
         state = dict(state)
         active = self._selection.active
-        for target in self._targets if active and not self._selection.merged else ():
-            if tied := tied_elsewhere(target, ctx):
-                path = target.modules[0]
-                raise tx.errors.CheckpointError(
-                    f"With its adapter, {path!r} no longer has the weight that it shares with {tied[0]!r}: "
-                    f"the plain model, where they are tied, cannot compute the same.",
-                    f"Save kind='adapter', or train without this adapter: exclude_modules=[{path!r}].",
-                )
-            for adapter, weight in active.items():
-                tensors = [state[name] for name in _adapter.names(target, adapter, self.options.use_dora)]
-                state[target.weight] = merged_weight(state[target.weight], tensors, target.scaling * weight)
+        if not self._selection.merged:
+            merge_into(state, self._targets, active, self.options.use_dora, ctx)
         for adapter in active:
             export_copies(self._trained, adapter, state)
         own = {name for adapter in self.options.adapters for name in self.file_keys(adapter).values()}
@@ -181,7 +178,7 @@ class LoRA(tx.Plugin[Options]):
 
     @tx.hookimpl
     def import_state(self, state: dict[str, torch.Tensor], ctx: tx.Context) -> dict[str, torch.Tensor] | None:
-        """Full: the weights as given, and adapters that add nothing to them. Otherwise as they are."""
+        """Full: the weights as given, and adapters that change nothing. Otherwise as they are."""
         if self._selection.merged:
             raise tx.errors.CheckpointError(
                 "The adapters are merged into the model's weights.", "Call handle.plugin('lora').unmerge() first."
@@ -190,13 +187,6 @@ class LoRA(tx.Plugin[Options]):
             return None
         state = dict(state)
         for adapter in self.options.adapters:
-            for target in self._targets:
-                if target.weight in state:
-                    name = _adapter.names(target, adapter)[1]
-                    version = ctx.version(name)
-                    state[name] = torch.zeros(version.shape, dtype=version.dtype, device=version.device)
-                    if self.options.use_dora:
-                        norms = torch.linalg.norm(state[target.weight].to(version.device, version.dtype), dim=1)
-                        state[_adapter.magnitude_name(target.modules[0], adapter)] = norms
+            add_neutral(state, self._targets, adapter, self.options.use_dora, ctx)
             state |= {each.name(adapter): state[each.source] for each in self._trained if each.source in state}
         return state
