@@ -21,14 +21,16 @@ scaled_linear = tx.operator(
     meta=lambda x, codes, bias, factor: tx.tensor_like(x, shape=(*x.shape[:-1], codes.shape[0])),
     fn=lambda x, codes, bias, factor: nn.functional.linear(x, codes * factor, bias),
     linear_weight=1,
+    linear_bias=2,
 )
 
 
 class Packed(tx.Plugin):
     """Holds every matrix as integers and one factor; the models below have such weights."""
 
-    def __init__(self, *, fused=False, returned=1):
+    def __init__(self, *, fused=False, returned=1, decodes=True):
         super().__init__(None)
+        self.decodes = decodes
         self.fused = fused
         self.returned = returned
 
@@ -36,9 +38,13 @@ class Packed(tx.Plugin):
     def update_model_state(self, params):
         for name in [name for name in params if len(params.version(name).shape) == 2]:
             codes = params.tensor(name).detach().mul(4).to(torch.int8)
-            params.replace(name, codes, requires_grad=False, layout="quarters")
+            decode = self.decoder(params, name) if self.decodes else None
+            params.replace(name, codes, requires_grad=False, layout="quarters", decode=decode)
             params.add(f"{name}.factor", torch.tensor(0.25), requires_grad=False)
         self.names = tuple(name for name in params if f"{name}.factor" in params)
+
+    def decoder(self, params, name):
+        return lambda: params.tensor(name) * params.tensor(f"{name}.factor")
 
     @tx.hookimpl
     def before_autograd(self, computation):
@@ -64,7 +70,7 @@ class Doubled(tx.Plugin):
 
     @tx.hookimpl
     def before_autograd(self, computation):
-        self.seen = [o.linear_weight for o in computation.operations() if o.linear_weight]
+        self.seen = [(o.linear_weight, o.linear_bias) for o in computation.operations() if o.linear_weight]
         return computation.rewrite(
             lambda operation: operation.linear_weight == "up.weight",
             lambda operation, edit: operation.call() * 2 + tx.ops.sum(edit.parameter("up.weight")),
@@ -113,7 +119,9 @@ def test_later_plugins_find_linear_layers_and_their_weights_whatever_stands_for_
         x = torch.randn(5, 4)
         model = thunder.jit(frozen(Net), transforms=pipeline_of(packed=Packed(fused=fused), doubled=doubled))
         torch.testing.assert_close(model(x), frozen(DoubledNet)(x), atol=1e-6, rtol=1e-5)
-    assert doubled.seen == ["up.weight", "down.weight"]
+    assert [name for name, _ in doubled.seen] == ["up.weight", "down.weight"]
+    (_, bias), (_, none) = doubled.seen
+    assert (bias.shape, none) == ((6,), None)
 
 
 @pytest.mark.parametrize(("returned", "message"), [(0, "1 tensors stand for"), (2, "3 tensors stand for")])
@@ -132,3 +140,28 @@ class Spare(Packed):
 def test_a_name_that_the_trace_does_not_read_cannot_be_restored():
     with pytest.raises(PipelineError, match=r"'up.weight.factor': the computation does not read it"):
         thunder.jit(frozen(Net), transforms=pipeline_of(spare=Spare()))(torch.randn(5, 4))
+
+
+class Values(tx.Plugin):
+    """Reads the values of parameters before anything runs."""
+
+    @tx.hookimpl
+    def update_model_state(self, params):
+        params.set_requires_grad("up.bias", False)
+        self.values = {name: params.value(name).clone() for name in params}
+        params.replace("up.weight", params.tensor("up.weight")[:, :2], layout="columns")
+        with pytest.raises(PipelineError, match=r"'values' stores 'up.weight' as 'columns', and there is no way"):
+            params.value("up.weight")
+
+
+def test_the_value_of_a_parameter_is_what_its_tensors_encode():
+    values = Values(None)
+    thunder.jit(frozen(Net), transforms=pipeline_of(packed=Packed(), values=values))
+    for name, parameter in frozen(Net).named_parameters():
+        torch.testing.assert_close(values.values[name], parameter.detach(), atol=0, rtol=0)
+
+
+def test_a_value_that_nobody_decodes_is_refused():
+    pipeline = pipeline_of(packed=Packed(decodes=False), values=Values(None))
+    with pytest.raises(PipelineError, match=r"'packed' stores 'up.weight' as 'quarters', and there is no way"):
+        thunder.jit(frozen(Net), transforms=pipeline)

@@ -6,8 +6,8 @@ computation inputs are derived from the versions recorded here (see :mod:`thunde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -35,6 +35,7 @@ class Version:
         layout: ``"dense"``, or how the stored tensor encodes the logical one, in the words of whoever changed it.
         owner: plugin that wrote this version, ``"model"`` for the original.
         origin: plugin that added the tensor, ``"model"`` if the user's module has it.
+        decode: gives the logical value where the layout is another than ``"dense"``, if whoever wrote it can.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Version:
     layout: str
     owner: str
     origin: str
+    decode: Callable[[], torch.Tensor] | None = field(default=None, compare=False, repr=False)
 
 
 def _real_device(tensor: torch.Tensor) -> torch.device:
@@ -149,6 +151,19 @@ class Ledger:
         found = module._overrides_parameters.get(name)
         return module._overrides_buffers[name] if found is None else found
 
+    def value(self, name: str) -> torch.Tensor:
+        """The logical value of a parameter or buffer."""
+        version = self.latest(name)
+        if version.layout == "dense":
+            return self.tensor(name)
+        if version.decode is None:
+            raise PipelineError(
+                f"Plugin {version.owner!r} stores {name!r} as {version.layout!r}, and there is no way to its value.",
+                "Read it in a computation, or let that plugin pass `decode` to Parameters.replace.",
+                name=name,
+            )
+        return version.decode()
+
     def original(self, name: str) -> torch.Tensor | None:
         """The user's module's own tensor, or None for one that a plugin added."""
         return self._originals.get(self.canonical(name))
@@ -164,9 +179,7 @@ class Ledger:
         return described
 
     def _store(self, names: Iterable[str], kind: str, tensor: torch.Tensor) -> None:
-        overrides = (
-            self.module._overrides_parameters if kind == "parameter" else self.module._overrides_buffers
-        )
+        overrides = self.module._overrides_parameters if kind == "parameter" else self.module._overrides_buffers
         for name in names:
             overrides[name] = tensor
 
@@ -192,7 +205,14 @@ class Ledger:
         self._register(kind, names, tensor, stage, owner, shape, layout)
 
     def write(
-        self, stage: int, owner: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], layout: str
+        self,
+        stage: int,
+        owner: str,
+        name: str,
+        tensor: torch.Tensor,
+        shape: tuple[int, ...],
+        layout: str,
+        decode: Callable[[], torch.Tensor] | None,
     ) -> None:
         """Record a new version of an existing tensor, under all its names."""
         name = self.canonical(name)
@@ -207,6 +227,7 @@ class Ledger:
             requires_grad=tensor.requires_grad,
             layout=layout,
             owner=owner,
+            decode=decode,
         )
         history = self._history[name]
         if history[-1][0] == stage:

@@ -11,8 +11,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.operators import Operator, operator_of
 
-#: Position of the weight among the arguments of Thunder's own operators.
-_LINEAR_WEIGHT = {"linear": 1}
+#: Positions of weight and bias among the arguments of Thunder's own operators.
+_LINEAR = {"linear": (1, 2)}
 
 
 class Operation:
@@ -50,9 +50,20 @@ class Operation:
         So for ``torch.nn.functional.linear`` and for what plugins put in its place. The layer's input, of
         shape (..., in_features), is the first argument; the output has the shape (..., out_features).
         """
-        known = self.operator
-        index = _LINEAR_WEIGHT.get(self.name) if known is None else known.linear_weight
+        index, _ = self._linear
         return None if index is None else self.parameter(index)
+
+    @property
+    def linear_bias(self) -> TensorProxy | None:
+        """What this call, one with a :attr:`linear_weight`, adds to the product of input and weight, or None."""
+        _, index = self._linear
+        bias: TensorProxy | None = None if index is None else self.args[index]
+        return bias
+
+    @property
+    def _linear(self) -> tuple[int | None, int | None]:
+        known = self.operator
+        return _LINEAR.get(self.name, (None, None)) if known is None else (known.linear_weight, known.linear_bias)
 
     def parameter(self, index: int) -> str | None:
         """Name of the parameter passed as argument ``index``, or None if that is not one."""

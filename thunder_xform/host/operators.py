@@ -27,15 +27,23 @@ GradientRule = Callable[[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], Seq
 class Operator:
     """An operator that can be called while a trace is edited. Made by :func:`operator`."""
 
-    __slots__ = ("_symbol", "collective", "linear_weight", "name", "side_effects")
+    __slots__ = ("_symbol", "collective", "linear_bias", "linear_weight", "name", "side_effects")
 
     def __init__(
-        self, name: str, symbol: Any, *, collective: bool, side_effects: bool, linear_weight: int | None
+        self,
+        name: str,
+        symbol: Any,
+        *,
+        collective: bool,
+        side_effects: bool,
+        linear_weight: int | None,
+        linear_bias: int | None,
     ) -> None:
         self.name = name
         self.collective = collective
         self.side_effects = side_effects
         self.linear_weight = linear_weight
+        self.linear_bias = linear_bias
         self._symbol = symbol
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +65,7 @@ def operator(
     collective: bool = False,
     side_effects: bool = False,
     linear_weight: int | None = None,
+    linear_bias: int | None = None,
 ) -> Operator:
     """Define an operator.
 
@@ -73,6 +82,7 @@ def operator(
         linear_weight: for an operator that stands for ``torch.nn.functional.linear``: the position of the
             argument that holds the weight, however encoded. The first argument is the input. Other plugins find
             such calls through :attr:`Operation.linear_weight`.
+        linear_bias: likewise, the position of the argument that is added to the product, or None if none is.
 
     Raises:
         ValueError: the name is not an identifier or is taken.
@@ -86,7 +96,12 @@ def operator(
     if backward is not None:
         register_grad(symbol, _gradient_transform(symbol, backward))
     made = _operators[name] = Operator(
-        name, symbol, collective=collective, side_effects=side_effects, linear_weight=linear_weight
+        name,
+        symbol,
+        collective=collective,
+        side_effects=side_effects,
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
     )
     return made
 

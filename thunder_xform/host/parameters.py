@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -42,6 +42,14 @@ class Parameters:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor that the compiled model reads now."""
         return self._ledger.tensor(name)
+
+    def value(self, name: str) -> torch.Tensor:
+        """The logical value: what the stored tensor encodes; the stored tensor itself where its layout is ``"dense"``.
+
+        Raises:
+            PipelineError: the plugin that chose the layout did not say how to decode it.
+        """
+        return self._ledger.value(name)
 
     def aliases(self, name: str) -> tuple[str, ...]:
         """All names of a tied tensor; the first is the one it is recorded under."""
@@ -92,6 +100,7 @@ class Parameters:
         requires_grad: bool | None = None,
         shape: tuple[int, ...] | None = None,
         layout: str | None = None,
+        decode: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         """Hold another tensor for a parameter or buffer, under all its names.
 
@@ -101,13 +110,16 @@ class Parameters:
             requires_grad: whether it trains; as before if None (integer tensors never do).
             shape: logical shape; as before if None. Where the stored shape differs, say how in ``layout``.
             layout: how the stored tensor encodes the logical one; as before if None.
+            decode: with a layout, computes the logical value from the tensors that the model holds at the time, for
+                :meth:`value`.
 
         Raises:
             PipelineError: unknown name, or a stored shape that differs from the logical one with layout ``"dense"``.
         """
         current = self._ledger.latest(name)
         shape = current.shape if shape is None else tuple(shape)
-        layout = current.layout if layout is None else layout
+        if layout is None:
+            layout, decode = current.layout, current.decode
         if layout == "dense" and tuple(tensor.shape) != shape:
             raise PipelineError(
                 f"Plugin {self._plugin!r} stores {name!r} as {tuple(tensor.shape)}, but its logical shape is {shape} "
@@ -118,7 +130,7 @@ class Parameters:
         if current.kind == "parameter":
             train = current.requires_grad if requires_grad is None else requires_grad
             tensor = _parameter(tensor, train)
-        self._ledger.write(self._stage, self._plugin, name, tensor, shape, layout)
+        self._ledger.write(self._stage, self._plugin, name, tensor, shape, layout, decode)
 
     def set_requires_grad(self, name: str, requires_grad: bool) -> None:
         """Freeze or unfreeze a parameter in the compiled model only: same storage, another Parameter object."""

@@ -32,6 +32,22 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
+class Mixed(Net):
+    """Every kind of layer; the linear one's weight is one that 8 bits hold exactly."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 8, padding_idx=1)
+        self.line = nn.Conv1d(8, 4, 3, padding=1)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.randint(-127, 128, (6, 4)) / 128)
+            self.first.weight[:, 0] = 127 / 128
+
+    def forward(self, x):
+        words = self.words(torch.clamp(x.abs() * 2, 0, 4).to(torch.int64))
+        return super().forward(torch.tanh(self.line(words.transpose(1, 2))).mean(2))
+
+
 def eager(model, state, x):
     """The model with adapters, in plain PyTorch."""
 
@@ -47,8 +63,8 @@ def batches(steps):
     return torch.randn(steps, 2, 5, 4, generator=generator), torch.randn(steps, 2, 5, 3, generator=generator)
 
 
-def make(names, options=None):
-    model = Net.seeded()
+def make(names, options=None, kind=Net):
+    model = kind.seeded()
     torch.manual_seed(100 + dist.get_rank())  # Every rank would initialize other adapters.
     options = {"lora": {"r": R, "lora_alpha": ALPHA}, **(options or {})}
     return model, thunder.jit(model, transforms=tx.registry.resolve(names, options=options))
@@ -204,14 +220,13 @@ def test_adapter_file(ranks, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["adapter.safetensors"]
 
 
-def to_peft_and_back(names, folder):
+def to_peft_and_back(names, folder, kind, targets):
     """An adapter saved from two ranks, by rank 0, with the gradients that it takes; then read into other adapters."""
     from thunder_xform_lora import load_peft, peft_options, save_peft
 
-    options = {
-        "lora": {"r": R, "lora_alpha": ALPHA, "bias": "lora_only", "modules_to_save": ["last"], "use_dora": True}
-    }
-    model, compiled = make(names, options)
+    lora = {"r": R, "lora_alpha": ALPHA, "bias": "lora_only", "modules_to_save": ["last"], "use_dora": True}
+    others = {"quant": {"scheme": "int8", "target_modules": ["first"]}} if "quant" in names else {}
+    model, compiled = make(names, {"lora": {**lora, "target_modules": targets}, **others}, kind)
     handle = tx.handle(compiled)
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
     optimizer = torch.optim.AdamW([p for p in compiled.parameters() if p.requires_grad], lr=1e-1)
@@ -221,7 +236,7 @@ def to_peft_and_back(names, folder):
         optimizer.step()
     save_peft(handle, folder)
     dist.barrier()
-    _, again = make(names, {"lora": peft_options(folder)})
+    _, again = make(names, {"lora": peft_options(folder), **others}, kind)
     load_peft(tx.handle(again), folder)
     # What cannot be read on one rank is an error on both, and changes nothing.
     state = tx.handle(again).state_dict("adapter")
@@ -235,12 +250,20 @@ def to_peft_and_back(names, folder):
     return compiled(x).detach(), again(x).detach(), model(x).detach(), error, unchanged
 
 
-@pytest.mark.parametrize("names", [["lora", "fsdp"], ["lora", "ddp"]], ids="+".join)
-def test_peft_files_of_a_distributed_model(ranks, tmp_path, names):
+@pytest.mark.parametrize(
+    ("names", "kind", "targets"),
+    [
+        (["lora", "ddp"], Net, "all-linear"),
+        (["lora", "fsdp"], Net, "all-linear"),
+        (["quant", "lora", "fsdp"], Mixed, ["words", "line", "first"]),
+    ],
+    ids=["ddp", "fsdp", "quant and every kind of layer"],
+)
+def test_peft_files_of_a_distributed_model(ranks, tmp_path, names, kind, targets):
     from peft import PeftModel
 
-    results = ranks.run(to_peft_and_back, names, str(tmp_path))
-    reference = PeftModel.from_pretrained(Net.seeded(), str(tmp_path))
+    results = ranks.run(to_peft_and_back, names, str(tmp_path), kind, targets)
+    reference = PeftModel.from_pretrained(kind.seeded(), str(tmp_path))
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))
     for rank, (out, again, base, error, unchanged) in enumerate(results):
         torch.testing.assert_close(out, reference(x), atol=1e-6, rtol=1e-5)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import thunder_xform as tx
+from thunder_xform.testing import pipeline_of
 
 
 class Layer(nn.Module):
@@ -210,12 +211,16 @@ def test_dora_resets_and_merges(jit):
     torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
 
 
-def test_dora_on_packed_weights_is_refused():
-    pipeline = tx.registry.resolve("quant(scheme='int8') + lora(r=2, use_dora=True)")
-    with pytest.raises(
-        tx.errors.OptionError, match=r"`use_dora` needs the rows of '0', which are stored as 'int8\(\)'"
-    ):
-        thunder.jit(nn.Sequential(nn.Linear(8, 8)), transforms=pipeline)
+class Coded(tx.Plugin):
+    @tx.hookimpl
+    def update_model_state(self, params):
+        params.replace("0.weight", torch.zeros(8, 8, dtype=torch.int8), layout="codes")
+
+
+def test_dora_on_weights_without_a_value_is_refused():
+    lora = tx.registry.resolve("lora(r=2, use_dora=True)").plugin("lora")
+    with pytest.raises(tx.errors.OptionError, match="`use_dora` needs the rows of '0', which are stored as 'codes'"):
+        thunder.jit(nn.Sequential(nn.Linear(8, 8)), transforms=pipeline_of(coded=Coded(None), lora=lora))
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["1"]}, {"bias": "all"}])

@@ -36,21 +36,22 @@ def check(targets: Iterable[Target], params: tx.Parameters, ctx: tx.Context) -> 
     """Refuse weights whose rows cannot be measured."""
     for target in targets:
         version = params.version(target.weight)
-        if version.layout != "dense":
-            problem = f"`use_dora` needs the rows of {target.modules[0]!r}, which are stored as {version.layout!r}."
-            raise error(ctx, "use_dora", True, problem, "Use it without quantization.")
-        if params.tensor(target.weight).is_meta:
-            problem = (
-                f"`use_dora` needs the rows of {target.modules[0]!r}, which is on the meta device and has no data."
-            )
-            raise error(ctx, "use_dora", True, problem, "Load the model's weights first.")
+        reason = ""
+        if version.layout != "dense" and version.decode is None:
+            reason = f"which are stored as {version.layout!r}"
+        elif params.tensor(target.weight).is_meta:
+            reason = "which is on the meta device and has no data"
+        if reason:
+            problem = f"`use_dora` needs the rows of {target.modules[0]!r}, {reason}."
+            remedy = "Use it where the weights' values are at hand: quantized or not, but loaded."
+            raise error(ctx, "use_dora", True, problem, remedy)
 
 
 def add_magnitudes(targets: Iterable[Target], adapter: str, params: tx.Parameters) -> None:
     """Add the lengths of rows, as they are with the new adapter."""
     for target in targets:
         a, b = (params.tensor(name).detach() for name in _adapter.names(target, adapter))
-        norms = lengths(target.layer, params.tensor(target.weight).detach(), a, b, target.scaling)
+        norms = lengths(target.layer, params.value(target.weight).detach(), a, b, target.scaling)
         first, *others = (_adapter.magnitude_name(module, adapter) for module in target.modules)
         params.add(first, norms, aliases=others)
 
@@ -74,11 +75,10 @@ def bare(edit: tx.Edit, target: Target, operation: tx.Operation, result: Any, dr
         dropped: the input after dropout; None without dropout.
     """
     layer = target.layer
-    if dropped is None and operation.operator is None:
-        bias = None if layer.bias_index is None else operation.args[layer.bias_index]
-        return result if bias is None else result - layer.spread(bias)
-    x = layer.input(operation, result.dtype) if dropped is None else dropped
-    return layer.plain(operation, x, tx.ops.to(edit.parameter(target.weight), x.dtype))
+    if dropped is not None:
+        return layer.plain(operation, dropped, tx.ops.to(edit.parameter(target.weight), dropped.dtype))
+    bias = layer.bias(operation)
+    return result if bias is None else result - layer.spread(bias)
 
 
 def merged(

@@ -20,7 +20,6 @@ class Embedding(Layer):
     parts = ("lora_embedding_A.{}", "lora_embedding_B.{}")
     starts_zero = 0
     out_dim = 1
-    bias_index = None
     drops = False
 
     def __init__(self, module: torch.nn.Embedding) -> None:
@@ -56,6 +55,9 @@ class Embedding(Layer):
 
     def plain(self, operation: tx.Operation, x: Any, weight: Any) -> Any:
         return tx.ops.embedding(x, weight, operation.args[2])
+
+    def bias(self, operation: tx.Operation) -> None:
+        return None
 
     def change(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (b @ a).T

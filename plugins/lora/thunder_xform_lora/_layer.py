@@ -27,9 +27,8 @@ class Layer(ABC):
     starts_zero: ClassVar[Literal[0, 1]] = 1
     #: dimension of the weight that counts output features
     out_dim: ClassVar[int] = 0
-    #: position of the layer's input, and of its bias, in a call of the operator; None without bias
+    #: position of the layer's input in a call of the operator
     input_index: ClassVar[int] = 0
-    bias_index: ClassVar[int | None] = 2
     #: whether dropout zeroes entries of the adapter's input
     drops: ClassVar[bool] = True
     #: whether "all-linear" means this kind
@@ -90,6 +89,10 @@ class Layer(ABC):
     def input(self, operation: tx.Operation, dtype: Any) -> Any:
         """In a trace: the adapter's input, before dropout."""
         return tx.ops.to(operation.args[self.input_index], dtype)
+
+    def bias(self, operation: tx.Operation) -> Any:
+        """In a trace: the bias that the call adds, one entry an output feature; None without."""
+        return operation.args[2]
 
     def spread(self, features: Any) -> Any:
         """In a trace: a tensor with one entry an output feature, so that it broadcasts to the output."""

@@ -32,6 +32,9 @@ class Linear(Layer):
     def plain(self, operation: tx.Operation, x: Any, weight: Any) -> Any:
         return tx.ops.linear(x, weight)
 
+    def bias(self, operation: tx.Operation) -> Any:
+        return operation.linear_bias
+
 
 class TransposedLinear(Linear):
     """``transformers.pytorch_utils.Conv1D``, as in GPT-2: a linear layer with a weight (in_features, out_features)."""
@@ -39,7 +42,6 @@ class TransposedLinear(Linear):
     function = "torch.addmm"
     out_dim = 1
     input_index = 1
-    bias_index = 0
 
     def __init__(self, module: Any) -> None:
         in_features, out_features = module.weight.shape
@@ -52,6 +54,9 @@ class TransposedLinear(Linear):
 
     def plain(self, operation: tx.Operation, x: Any, weight: Any) -> Any:
         return tx.ops.matmul(x, weight)
+
+    def bias(self, operation: tx.Operation) -> Any:
+        return operation.args[0]
 
     def change(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (b @ a).T

@@ -38,7 +38,7 @@ def int8(weight):
 def on_peft(in_four_bits):
     """PEFT's model over the quantized base, and its adapters by the compiled model's names."""
 
-    def make(model, scheme, double_quant):
+    def make(model, scheme, double_quant, **options):
         if scheme == "int8":
             base = copy.deepcopy(model)
             with torch.no_grad():
@@ -46,7 +46,7 @@ def on_peft(in_four_bits):
                     base.get_submodule(name).weight.copy_(int8(base.get_submodule(name).weight))
         else:
             base = in_four_bits(model, scheme, double_quant, NAMES)
-        peft = get_peft_model(base, LoraConfig(**LORA))
+        peft = get_peft_model(base, LoraConfig(**LORA, **options))
         found = {n.removeprefix("base_model.model."): p for n, p in peft.named_parameters() if "lora_" in n}
         with torch.no_grad():
             for name, parameter in found.items():
@@ -62,20 +62,26 @@ def loss_of(model, tokens):
 
 
 @pytest.mark.parametrize(
-    ("request_", "scheme", "double_quant"),
+    ("request_", "scheme", "double_quant", "dora"),
     [
-        (("lora", "quant"), "nf4", True),
-        (("quant", "lora"), "nf4", False),
-        (("quant", "lora"), "fp4", True),
-        (("lora", "quant"), "int8", None),
+        (("lora", "quant"), "nf4", True, False),
+        (("quant", "lora"), "nf4", False, True),
+        (("quant", "lora"), "fp4", True, True),
+        (("lora", "quant"), "int8", None, False),
+        (("lora", "quant"), "int8", None, True),
     ],
 )
-def test_twenty_steps_of_adamw_equal_peft(jit, on_peft, request_, scheme, double_quant):
+def test_twenty_steps_of_adamw_equal_peft(jit, on_peft, request_, scheme, double_quant, dora):
     model = Net()
-    peft, theirs = on_peft(model, scheme, double_quant)
+    peft, theirs = on_peft(model, scheme, double_quant, use_dora=dora)
     untouched = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    compiled = jit(model, *request_, lora=LORA, quant={"scheme": scheme, "double_quant": double_quant})
+    compiled = jit(
+        model, *request_, lora={**LORA, "use_dora": dora}, quant={"scheme": scheme, "double_quant": double_quant}
+    )
     handle = tx.handle(compiled)
+    for name in theirs:
+        if "magnitude" in name:  # At first, the lengths of the rows as they are dequantized.
+            torch.testing.assert_close(handle.parameters[name], theirs[name], atol=1e-6, rtol=1e-6)
     assert handle.pipeline == ("quant", "lora")
     handle.load_state_dict({name: p.detach().clone() for name, p in theirs.items()}, kind="adapter")
     ours = {name: p for name, p in handle.parameters.items() if p.requires_grad}
@@ -112,6 +118,18 @@ def test_twenty_steps_of_adamw_equal_peft(jit, on_peft, request_, scheme, double
     plain = Net()
     plain.load_state_dict(handle.state_dict())
     torch.testing.assert_close(plain(tokens), peft(tokens), atol=1e-5, rtol=5e-5)
+
+
+def test_dora_with_dropout_reads_the_dequantized_weight(jit):
+    """A probability that drops nothing takes the path with a product of its own to the same values."""
+    options = {**LORA, "use_dora": True, "lora_dropout": 1e-12, "init_lora_weights": False}
+    compiled, tokens = jit(Net(), "quant", "lora", lora=options, quant={"scheme": "int8"}), torch.randint(0, 11, (2, 5))
+    with torch.no_grad():
+        tx.handle(compiled).parameters["up.lora_magnitude_vector.default.weight"].mul_(1.5)
+    torch.testing.assert_close(compiled(tokens), compiled.eval()(tokens), atol=1e-5, rtol=1e-5)
+    plain = Net()
+    plain.load_state_dict(tx.handle(compiled).state_dict())
+    torch.testing.assert_close(plain(tokens), compiled(tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_a_plain_state_replaces_base_and_adapters(jit):

@@ -58,7 +58,9 @@ dequantize = tx.operator(
 )
 
 #: ``linear(x, codes, bias, weight, *others) -> y`` in the dtype of ``x``.
-linear = tx.operator("quant_linear", meta=_linear_meta, fn=_linear, backward=_linear_backward, linear_weight=1)
+linear = tx.operator(
+    "quant_linear", meta=_linear_meta, fn=_linear, backward=_linear_backward, linear_weight=1, linear_bias=2
+)
 
 #: ``input_gradient(gradient of y, codes, weight, *others) -> gradient of x``
 input_gradient = tx.operator(

@@ -36,7 +36,9 @@ class Quant(tx.Plugin[Options]):
             weight = QuantizedWeight(name, scheme, tensor, dtype, packed)
             for part, value in weight.split(packed).items():
                 if part == name:
-                    params.replace(name, value, layout=repr(scheme), requires_grad=False)
+                    params.replace(
+                        name, value, layout=repr(scheme), requires_grad=False, decode=_decoding(weight, params)
+                    )
                 else:
                     kind: Literal["parameter", "buffer"] = "buffer" if part in weight.buffers else "parameter"
                     params.add(part, value, kind=kind, requires_grad=False, layout=repr(scheme))
@@ -95,3 +97,7 @@ class Quant(tx.Plugin[Options]):
 def _restoring(weight: QuantizedWeight) -> Callable[..., Any]:
     unread = (None,) * (len(weight.names) - 1)
     return lambda *tensors: (_operators.dequantize(weight, *tensors), *unread)
+
+
+def _decoding(weight: QuantizedWeight, params: tx.Parameters) -> Callable[[], torch.Tensor]:
+    return lambda: weight.dequantize(*map(params.tensor, weight.names))
