@@ -58,6 +58,7 @@ CASES = {
     "biases of adapted layers": {"bias": "lora_only"},
     "modules_to_save": {"modules_to_save": ["head", "layers.1"]},
     "use_dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa", "r": 3, "lora_alpha": 5},
     "all at once": {
         "modules_to_save": ["norm"],
         "bias": "lora_only",
@@ -162,7 +163,7 @@ def test_tied_modules_to_save_are_one_copy(jit):
         ({"layers_to_transform": 0, "layers_pattern": "blocks"}, "`layers_pattern` 'blocks'"),
         ({"layers_pattern": "layers"}, "`layers_to_transform` is not given"),
         ({"layers_to_transform": 0, "target_modules": "all-linear"}, "goes with a list of names"),
-        ({"init_lora_weights": "pissa"}, "'init_lora_weights'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'init_lora_weights'"),
         ({"bias": "some"}, "'none' or 'all' or 'lora_only'"),
         ({"modules_to_save": ["haed"]}, "`modules_to_save` 'haed' matches no module of Net.*'head'"),
         ({"modules_to_save": ["layers"]}, "leaves nothing of `target_modules`"),
@@ -223,7 +224,10 @@ def test_dora_on_weights_without_a_value_is_refused():
         thunder.jit(nn.Sequential(nn.Linear(8, 8)), transforms=pipeline_of(coded=Coded(None), lora=lora))
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["1"]}, {"bias": "all"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dora": True}, {"modules_to_save": ["1"]}, {"bias": "all"}, {"init_lora_weights": "pissa"}],
+)
 def test_what_starts_from_values_needs_values(options):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

@@ -74,7 +74,7 @@ def test_same_outputs_without_gradients(jit):
     torch.testing.assert_close(without, compiled(x), atol=0, rtol=0)
 
 
-EFFECTS = ("params.set", "params.requires_grad", "trace.compute")
+EFFECTS = ("params.set", "params.data", "params.requires_grad", "trace.compute")
 
 
 def test_declared_effects():
@@ -85,7 +85,7 @@ def test_declared_effects():
 @pytest.mark.parametrize("effect", EFFECTS)
 def test_no_declared_effect_is_too_much(effect):
     """The verifier objects where any one of them is left out."""
-    plugin = tx.registry.resolve("lora(r=2)").plugin("lora")
+    plugin = tx.registry.resolve("lora(r=2, init_lora_weights='pissa')").plugin("lora")
     pipeline = pipeline_of(lora=plugin, _writes=[other for other in EFFECTS if other != effect])
     with pytest.raises(tx.errors.VerificationError, match=f"is the effect '{effect}'"):
         thunder.jit(Net(), transforms=pipeline)(torch.randn(5, 4))

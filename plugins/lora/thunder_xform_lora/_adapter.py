@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 import thunder_xform as tx
+from thunder_xform_lora._pissa import PISSA, decompose
 from thunder_xform_lora._targets import Target
 
 
@@ -37,7 +38,7 @@ def file_keys(target: Target, adapter: str, dora: bool) -> dict[str, str]:
 
 
 def add(targets: Iterable[Target], adapter: str, init: bool | str, params: tx.Parameters) -> None:
-    """Add A and B of each target, initialized as by PEFT.
+    """Add A and B of each target, initialized as by PEFT. For "pissa", replace the weights of linear layers, too.
 
     They are float64 for a float64 weight, otherwise float32, as PEFT's are (``autocast_adapter_dtype``).
     """
@@ -45,7 +46,11 @@ def add(targets: Iterable[Target], adapter: str, init: bool | str, params: tx.Pa
         base = params.version(target.weight)
         dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
         a, b = (torch.empty(shape, dtype=dtype, device=base.device) for shape in target.layer.shapes(target.r))
-        target.layer.initialize(a, b, init)
+        if init == PISSA and target.layer.linear:
+            a, b, residual = decompose(target, params.tensor(target.weight))
+            params.replace(target.weight, residual)
+        else:
+            target.layer.initialize(a, b, init)
         # Tied layers have one adapter under the names of each.
         tied = [_names(target, module, adapter) for module in target.modules[1:]]
         for index, tensor in enumerate((a, b)):

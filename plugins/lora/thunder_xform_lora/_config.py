@@ -74,7 +74,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             path=str(path),
         )
     options = {name: config[name] for name in config if name in _known()}
-    if options.get("init_lora_weights", True) not in (True, False, "gaussian"):
+    if options.get("init_lora_weights", True) not in (True, False, "gaussian", "pissa"):
         raise CheckpointError(
             f"{path} says init_lora_weights={options['init_lora_weights']!r}, and such adapters may go with another "
             f"base model than the plain one.",

@@ -9,6 +9,7 @@ import torch
 
 import thunder_xform as tx
 from thunder_xform_lora._layer import Layer
+from thunder_xform_lora.options import Options
 
 
 class Convolution(Layer):
@@ -37,12 +38,16 @@ class Convolution(Layer):
     def largest_rank(self) -> int:
         return min(self.in_features * math.prod(self._kernel), self.out_features)
 
-    def refusal(self, r: int, dora: bool) -> str | None:
+    def refusal(self, r: int, options: Options) -> str | None:
         if self._odd:
             return f"has {self._odd[0]}, which PEFT's adapters cannot follow"
         if r % self._groups:
             return f"has {self._groups} groups, but `r` is {r}, which these do not divide"
-        return f"has {self._groups} groups, and `use_dora` goes with one" if dora and self._groups > 1 else None
+        if options.use_dora and self._groups > 1:
+            return f"has {self._groups} groups, and `use_dora` goes with one"
+        if options.init_lora_weights == "pissa":
+            return "is a convolution, which init_lora_weights='pissa' does not go with"
+        return None
 
     @property
     def unmergeable(self) -> str | None:

@@ -8,6 +8,7 @@ import torch
 
 import thunder_xform as tx
 from thunder_xform_lora._layer import Layer
+from thunder_xform_lora.options import Options
 
 
 class Embedding(Layer):
@@ -33,7 +34,7 @@ class Embedding(Layer):
     def weight_of(cls, operation: tx.Operation) -> str | None:
         return operation.parameter(1) if operation.name == "embedding" and operation.operator is None else None
 
-    def refusal(self, r: int, dora: bool) -> str | None:
+    def refusal(self, r: int, options: Options) -> str | None:
         return f"has {self._odd[0]}, which Thunder cannot compile" if self._odd else None
 
     def shapes(self, r: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

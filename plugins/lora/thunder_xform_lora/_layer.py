@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 import thunder_xform as tx
+from thunder_xform_lora.options import Options
 
 
 class Layer(ABC):
@@ -64,7 +65,7 @@ class Layer(ABC):
         """From this rank on, an adapter can be any weight."""
         return min(self.in_features, self.out_features)
 
-    def refusal(self, r: int, dora: bool) -> str | None:
+    def refusal(self, r: int, options: Options) -> str | None:
         """What about the layer keeps it from an adapter of rank ``r``, as the rest of a sentence; None for nothing."""
         return None
 

@@ -9,7 +9,9 @@ import torch
 import thunder_xform as tx
 from thunder_xform_lora import _adapter
 from thunder_xform_lora._merge import merged_weight
+from thunder_xform_lora._pissa import PISSA, decompose
 from thunder_xform_lora._targets import Target, tied_elsewhere
+from thunder_xform_lora.options import Options
 
 
 def merge_into(
@@ -52,16 +54,24 @@ def _apart(target: Target, ctx: tx.Context) -> str:
 
 
 def add_neutral(
-    state: dict[str, torch.Tensor], targets: Iterable[Target], adapter: str, dora: bool, ctx: tx.Context
+    state: dict[str, torch.Tensor], targets: Iterable[Target], adapter: str, options: Options, ctx: tx.Context
 ) -> None:
-    """Add an adapter that changes nothing to the weights that a state of the plain model holds."""
+    """Add an adapter that changes nothing to the weights that a state of the plain model holds.
+
+    For "pissa", the weights become what an adapter of their principal part leaves.
+    """
     for target in targets:
         if target.weight not in state:
             continue
-        zero = target.layer.starts_zero
-        name = _adapter.names(target, adapter)[zero]
-        version = ctx.version(name)
-        state[name] = torch.zeros(version.shape, dtype=version.dtype, device=version.device)
-        if dora:
-            weight = state[target.weight].to(version.device, version.dtype)
-            state[_adapter.magnitude_name(target.modules[0], adapter)] = target.layer.lengths(weight)
+        names, weight = _adapter.names(target, adapter), state[target.weight]
+        version = ctx.version(names[0])
+        if options.use_dora:
+            lengths = target.layer.lengths(weight.to(version.device, version.dtype))
+            state[_adapter.magnitude_name(target.modules[0], adapter)] = lengths
+        if options.init_lora_weights == PISSA and target.layer.linear:
+            *tensors, state[target.weight] = decompose(target, weight.to(version.device))
+            state |= zip(names, tensors, strict=True)
+        else:
+            name = names[target.layer.starts_zero]
+            version = ctx.version(name)
+            state[name] = torch.zeros(version.shape, dtype=version.dtype, device=version.device)

@@ -156,7 +156,7 @@ def _check_layer(r: int, path: str, layer: Layer, options: Options, ctx: tx.Cont
             f"`r` is {r}, larger than {path!r}, which maps {layer.in_features} to {layer.out_features} features.",
             f"Lower `r` to {largest} or exclude the layer with exclude_modules=[{path!r}].",
         )
-    if reason := layer.refusal(r, options.use_dora):
+    if reason := layer.refusal(r, options):
         raise error(ctx, "target_modules", path, f"{path!r} {reason}.", f"Exclude it with exclude_modules=[{path!r}].")
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import thunder_xform as tx
 from thunder_xform.errors import CheckpointError
 from thunder_xform_lora._config import CONFIG_FILE, read_config, write_config
+from thunder_xform_lora._pissa import PISSA
 from thunder_xform_lora.options import Options
 
 if TYPE_CHECKING:
@@ -117,11 +118,20 @@ def _file_keys(lora: LoRA, adapter: str) -> dict[str, str]:
 def _check_config(lora: LoRA, folder: Path) -> None:
     """Refuse an adapter that computes something else from the same tensors."""
     saved = Options(**read_config(folder))
+    theirs, ours = saved.init_lora_weights, lora.options.init_lora_weights
+    if theirs != ours and PISSA in (theirs, ours):
+        raise CheckpointError(
+            f"{folder} holds an adapter with init_lora_weights={theirs!r}, but the model has {ours!r}: they go with "
+            f"different weights of the model.",
+            "Resolve the pipeline under the options that peft_options(folder) returns.",
+            path=str(folder),
+        )
     for path in lora.modules:
-        theirs, ours = saved.scaling_of(path), lora.options.scaling_of(path)
-        if theirs != ours:
+        factors = saved.scaling_of(path), lora.options.scaling_of(path)
+        if factors[0] != factors[1]:
             raise CheckpointError(
-                f"{folder} holds an adapter that scales {path!r} by {theirs:g}, but the model scales by {ours:g}.",
+                f"{folder} holds an adapter that scales {path!r} by {factors[0]:g}, but the model scales by "
+                f"{factors[1]:g}.",
                 "Resolve the pipeline under the options that peft_options(folder) returns.",
                 path=str(folder),
             )

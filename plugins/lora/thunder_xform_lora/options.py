@@ -48,8 +48,9 @@ class Options:
     """Indices of the layers of a stack to keep to; `target_modules` is a list of names then."""
     layers_pattern: str | Sequence[str] | None = None
     """Name of that stack, or several, such as "layers"; the first one with an index in a layer's name if None."""
-    init_lora_weights: bool | Literal["gaussian"] = True
-    """True: adapters start as zero. "gaussian": too, with A normal instead of uniform. False: at random."""
+    init_lora_weights: bool | Literal["gaussian", "pissa"] = True
+    """True: adapters start as zero. "gaussian": too, with A normal instead of uniform. False: at random. "pissa": as
+    the principal part of a linear layer's weight, which the model then has without it."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases train, too: none, all of the model's, or those of layers with adapters."""
     modules_to_save: Sequence[str] | None = None
@@ -63,6 +64,10 @@ class Options:
             raise ValueError(f"`adapters` is {self.adapters!r}, but one name is needed at least, and none twice")
         if odd := [name for name in self.adapters if not name or "." in name]:
             raise ValueError(f"`adapters` has {odd[0]!r}, but names of adapters are not empty and have no dots")
+        if self.init_lora_weights == "pissa" and len(self.adapters) > 1:
+            raise ValueError(
+                f"`adapters` is {self.adapters!r}, but with init_lora_weights='pissa' there can be one only"
+            )
         if not _is_rank(self.r):
             raise ValueError(f"`r` is {self.r!r}, but a rank is a whole number of at least 1")
         if not _is_scaling(self.lora_alpha):

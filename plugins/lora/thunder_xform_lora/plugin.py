@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora import _adapter, _dora
+from thunder_xform_lora import _adapter, _dora, _pissa
 from thunder_xform_lora._merge import merge, unmerge
 from thunder_xform_lora._rewrite import applied_weights, apply_adapters
 from thunder_xform_lora._selection import Selection
@@ -118,6 +118,8 @@ class LoRA(tx.Plugin[Options]):
         self._trained = find_trained(options, self._targets, params, ctx)
         if options.use_dora:
             _dora.check(self._targets, params, ctx)
+        if options.init_lora_weights == _pissa.PISSA:
+            _pissa.check(self._targets, params, ctx)
         exclusive = (("bias", self._trained), ("modules_to_save", self._trained), ("use_dora", options.use_dora))
         kinds = [f"{k}={getattr(options, k)!r}" for k, holds in exclusive if holds]
         self._selection = Selection(options.adapters, ", ".join(kinds))
@@ -187,6 +189,6 @@ class LoRA(tx.Plugin[Options]):
             return None
         state = dict(state)
         for adapter in self.options.adapters:
-            add_neutral(state, self._targets, adapter, self.options.use_dora, ctx)
+            add_neutral(state, self._targets, adapter, self.options, ctx)
             state |= {each.name(adapter): state[each.source] for each in self._trained if each.source in state}
         return state
