@@ -1,14 +1,15 @@
 # make demo   train, fine-tune and sample a small GPT on two processes
 # make test   lint, types and tests against the installed wheels
+# make isolated   each distribution's tests, where nothing else is installed; PLUGIN="ddp fsdp" for some
 #
-# Both set up .venv first. Variables: PYTHON (3.11 or newer), PYTEST_ARGS, DEMO_ARGS.
+# All set up .venv first. Variables: PYTHON (3.11 or newer), PYTEST_ARGS, DEMO_ARGS, PLUGIN.
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist loadfile
 BIN := .venv/bin
 
 .DEFAULT_GOAL := test
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test isolated lint clean
 
 setup:
 	@$(PYTHON) tools/make_venv.py
@@ -25,6 +26,9 @@ lint: setup
 test: lint
 	PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+isolated: setup
+	$(BIN)/python tools/isolated.py $(PLUGIN) -- $(PYTEST_ARGS)
+
 clean:
-	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache runs
+	rm -rf .isolated .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,9 @@ import re
 
 import pytest
 
+for _module in ("thunder_xform_accelerate", "thunder_xform_fabric", "thunder_xform_lora"):
+    pytest.importorskip(_module, reason="an integration is not installed")
+
 SMALL = ("--steps", "3", "--layers", "1", "--width", "32")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAUNCH = {

@@ -10,6 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch.nn import functional as F
 
+for _module in ("matplotlib", "rich", "thunder_xform_ddp", "thunder_xform_fsdp", "thunder_xform_lora"):
+    pytest.importorskip(_module, reason="the demo's needs are not installed")
+
 SIZES = {"layers": 1, "heads": 2, "width": 32, "window": 32, "batch": 4, "accumulate": 2, "seed": 3}
 STEPS, FINETUNE_STEPS, PEAK_LR = 5, 4, 5e-3
 

@@ -27,6 +27,8 @@ def _run(*arguments, cwd, path=""):
 def test_example_runs_as_shown(tmp_path):
     import torch
 
+    for plugin in "fsdp", "lora":
+        pytest.importorskip(f"thunder_xform_{plugin}", reason=f"needs the plugin {plugin}")
     program, printed = _blocks("python")[0], _blocks("text")[0]
     assert len([line for line in program.splitlines() if line.strip()]) <= 15
     (tmp_path / "example.py").write_text(program)

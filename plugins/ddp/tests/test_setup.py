@@ -21,10 +21,10 @@ class Net(torch.nn.Module):
         return self.outer(self.norm(self.inner(x)))
 
 
-def jit(module, names=("ddp",), **options):
+def jit(module, pipeline=None, **options):
     import thunder
 
-    return thunder.jit(module, transforms=tx.registry.resolve(list(names), options={"ddp": options}))
+    return thunder.jit(module, transforms=pipeline or tx.registry.resolve(["ddp"], options={"ddp": options}))
 
 
 def seeded(seed, *args):
@@ -141,12 +141,12 @@ def test_groups_and_mesh_dimensions(ranks):
         }
 
 
-def refused(module, names=("ddp",), **options):
+def refused(module, pipeline=None, **options):
     """The error, and whether the module is bitwise what it was."""
     before = {name: (value.device, id(value)) for name, value in module.state_dict(keep_vars=True).items()}
     values = {name: value for name, value in state(module).items() if not value.is_meta}
     try:
-        jit(module, names, **options)
+        jit(module, pipeline, **options)
         problem = None
     except tx.errors.XformError as error:
         problem = f"{type(error).__name__}: {error}"
@@ -239,6 +239,10 @@ def test_negative_bucket_size():
 
 
 def disagreement():
+    from thunder_xform.testing import pipeline_of
+    from thunder_xform_ddp.options import Options
+    from thunder_xform_ddp.plugin import DDP
+
     rank = dist.get_rank()
     shape = Net(4 + rank)
     extra = Net()
@@ -251,7 +255,7 @@ def disagreement():
         tied[1].weight = tied[0].weight
     return {
         "options": refused(Net(), bucket_cap_mb=1.0 + rank),
-        "names": refused(Net(), ("ddp",) if rank == 0 else ("ddp", "lora")),
+        "names": refused(Net(), pipeline_of(ddp=DDP(Options()), **({"other": tx.Plugin(None)} if rank == 1 else {}))),
         "shape": refused(shape),
         "parameter": refused(extra),
         "frozen": refused(frozen),
@@ -269,7 +273,7 @@ def test_ranks_that_disagree(ranks):
         "ParallelError: Ranks 0 and 1 resolved different pipelines:\n  ddp: option bucket_cap_mb 1.0 -> 2.0\n "
         "Resolve the same names, options and versions on every rank."
     )
-    assert "\n  lora: added\n" in problems["names"]
+    assert "\n  other: added\n" in problems["names"]
     assert problems["shape"] == (
         "ParallelError: Ranks 0 and 1 built different models:\n"
         "  inner.bias: parameter (4,) torch.float32, trained -> parameter (5,) torch.float32, trained\n"

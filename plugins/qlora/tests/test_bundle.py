@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 import thunder_xform as tx
 
 
 def test_it_stands_for_quant_and_lora_in_that_order():
-    plan = tx.registry.plan(["fsdp", "qlora"])
-    assert plan.order == ("quant", "lora", "fsdp")
+    plan = tx.registry.plan(["qlora"])
+    assert plan.order == ("quant", "lora")
     assert "quant(double_quant=True, scheme='nf4')" in plan.text
-    assert plan.order == tx.registry.plan(["qlora", "fsdp"]).order
+
+
+def test_it_goes_before_shards():
+    pytest.importorskip("thunder_xform_fsdp", reason="needs the plugin fsdp")
+    assert tx.registry.plan(["fsdp", "qlora"]).order == ("quant", "lora", "fsdp")
+    assert tx.registry.plan(["qlora", "fsdp"]).order == ("quant", "lora", "fsdp")
 
 
 def test_a_request_overrides_its_defaults():
