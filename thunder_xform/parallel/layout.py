@@ -52,6 +52,9 @@ class ShardLayout:
         self.shard_numel = offset
         self.padded = any(sum(p.rows_of(r) for r in range(world)) != p.rows * world for p in pieces)
 
+    def __len__(self) -> int:
+        return len(self._pieces)
+
     def shard_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Shape of the shard that ``rank`` holds of tensor ``index``."""
         piece = self._pieces[index]

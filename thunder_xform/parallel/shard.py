@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from thunder_xform.host.operators import operator, tensor_like
 from thunder_xform.parallel.bucket import ShardedBucket
 
 
-def _flat_like(numel: int, proxy: Any, dtype: torch.dtype | None = None) -> Any:
-    return tensor_like(proxy, shape=(numel,), dtype=dtype, requires_grad=False)
+def _token(proxy: Any) -> Any:
+    return tensor_like(proxy, shape=(0,), requires_grad=False)
 
 
-def _wholes(bucket: ShardedBucket, indices: Any, train: Any, sync: bool, full: Any, *shards: Any) -> tuple[Any, ...]:
+def _wholes(bucket: ShardedBucket, indices: Any, train: Any, sync: bool, token: Any, *shards: Any) -> tuple[Any, ...]:
     return tuple(
         tensor_like(shard, shape=bucket.layout.whole_shape(index)) for index, shard in zip(indices, shards, strict=True)
     )
@@ -43,39 +41,39 @@ def _gather_backward(inputs: tuple[Any, ...], outputs: tuple[Any, ...], gradient
     return result
 
 
-#: ``gather_start(bucket, indices, *shards) -> buffer in flight``
+#: ``gather_start(bucket, indices, *shards) -> token of the gather in flight``
 gather_start = operator(
     "xform_gather_start",
-    meta=lambda bucket, indices, *shards: _flat_like(bucket.gathered_numel, shards[0], bucket.gather_dtype),
+    meta=lambda bucket, indices, *shards: _token(shards[0]),
     fn=lambda bucket, indices, *shards: bucket.start_gather(indices, shards),
     backward=lambda inputs, outputs, gradients: [None] * len(inputs),
     collective=True,
 )
 
-#: ``gather_wait(bucket, indices, train, sync, buffer, *shards) -> whole tensors``; the tensors whose index is in
+#: ``gather_wait(bucket, indices, train, sync, token, *shards) -> whole tensors``; the tensors whose index is in
 #: ``train`` get gradients: reduced into shards if ``sync``, else stashed.
 gather_wait = operator(
     "xform_gather_wait",
     meta=_wholes,
-    fn=lambda bucket, indices, train, sync, full, *shards: bucket.finish_gather(indices, full, shards),
+    fn=lambda bucket, indices, train, sync, token, *shards: bucket.finish_gather(indices, token, shards),
     backward=_gather_backward,
     collective=True,
 )
 
-#: ``scatter_start(bucket, indices, *gradients) -> shard of the sum, in flight``
+#: ``scatter_start(bucket, indices, *gradients) -> token of the reduction in flight``
 scatter_start = operator(
     "xform_scatter_start",
-    meta=lambda bucket, indices, *gradients: _flat_like(bucket.layout.shard_numel, gradients[0], bucket._reduce_dtype),
+    meta=lambda bucket, indices, *gradients: _token(gradients[0]),
     fn=lambda bucket, indices, *gradients: bucket.start_scatter(indices, gradients),
     collective=True,
     side_effects=True,
 )
 
-#: ``scatter_wait(bucket, indices, shard, *shards) -> averaged gradients``
+#: ``scatter_wait(bucket, indices, token, *shards) -> averaged gradients``
 scatter_wait = operator(
     "xform_scatter_wait",
-    meta=lambda bucket, indices, reduced, *shards: tuple(tensor_like(s, requires_grad=False) for s in shards),
-    fn=lambda bucket, indices, reduced, *shards: bucket.finish_scatter(indices, reduced, shards),
+    meta=lambda bucket, indices, token, *shards: tuple(tensor_like(s, requires_grad=False) for s in shards),
+    fn=lambda bucket, indices, token, *shards: bucket.finish_scatter(indices, token, shards),
     collective=True,
 )
 

@@ -28,10 +28,10 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     """A root with two ends and blocks: as many buckets as blocks, and one. All sizes are even."""
 
-    def __init__(self, width=WIDTH):
+    def __init__(self, width=WIDTH, blocks=BLOCKS):
         super().__init__()
         self.embedding = torch.nn.Parameter(torch.randn(TOKENS, width))
-        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(BLOCKS))
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = torch.nn.Parameter(torch.randn(TOKENS, width) / 4)
 
     def forward(self, tokens):
@@ -53,9 +53,9 @@ class Called(Net):
         return block(x)
 
 
-def made(seed, width=WIDTH, cls=Net):
+def made(seed, width=WIDTH, blocks=BLOCKS, cls=Net):
     torch.manual_seed(seed)
-    return cls(width)
+    return cls(width, blocks)
 
 
 def jit(model, **options):
@@ -263,7 +263,7 @@ def test_schedules(ranks):
 
 # -- memory ----------------------------------------------------------------------------------------------------------
 
-WIDE = 128
+WIDE, DEEP = 128, 6
 
 
 def settled(live, expected):
@@ -275,11 +275,11 @@ def settled(live, expected):
 
 
 def memory(zero, prefetch=1):
-    model = jit(made(1, WIDE), zero=zero, prefetch=prefetch)
+    model = jit(made(1, WIDE, DEEP), zero=zero, prefetch=prefetch)
     tokens = batches(1)[0][:, :2]
     loss_of(model, tokens).backward()
     model.zero_grad()
-    everything = nbytes(made(1, WIDE))
+    everything = nbytes(made(1, WIDE, DEEP))
     found = {"forward peak": [], "saved": [], "backward peak": [], "kept": []}
     for _ in range(5):
         model.zero_grad()
@@ -313,8 +313,8 @@ def test_memory_between_forward_and_backward(measured):
 
 def test_full_weights_of_zero_3(measured):
     """``prefetch + 1`` blocks and the root."""
-    block = nbytes(Block(WIDE)) / nbytes(Net(WIDE))
-    root = 1 - BLOCKS * block
+    block = nbytes(Block(WIDE)) / nbytes(Net(WIDE, DEEP))
+    root = 1 - DEEP * block
     slack = 0.03  # activations
     assert measured[3, 1]["forward peak"] < 2 * block + root + slack
     assert measured[3, 2]["forward peak"] < 3 * block + root + slack
