@@ -65,7 +65,7 @@ def peft_of() -> Callable[..., PeftModel]:
 def pairs(compiled: Any, reference: PeftModel) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """All trainable parameters of the compiled model, each with PEFT's."""
     ours = {name: p for name, p in compiled.named_parameters() if p.requires_grad}
-    keys = tx.handle(compiled).plugin("lora").file_keys("default")
+    keys = tx.handle(compiled).plugin("lora").adapter("default").file_keys
     assert set(keys.values()) == ours.keys()
     theirs = {file_key(name): p for name, p in reference.named_parameters() if p.requires_grad}
     missing = theirs.keys() ^ {f"base_model.model.{key}" for key in keys}

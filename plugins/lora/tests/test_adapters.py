@@ -7,11 +7,11 @@ import copy
 import pytest
 import thunder
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 import thunder_xform as tx
-from thunder_xform_lora import load_peft, save_peft
+from thunder_xform_lora import load_peft, peft_options, save_peft
 
 OPTIONS = {"r": 2, "lora_alpha": 3, "target_modules": ["first", "last"]}
 
@@ -36,9 +36,11 @@ def compile_(model, names=("a", "b", "c"), **options):
 
 
 def peft_of(model, compiled, names=("a", "b", "c")):
-    reference = get_peft_model(copy.deepcopy(model), LoraConfig(**OPTIONS), adapter_name=names[0])
-    for name in names[1:]:
-        reference.add_adapter(name, LoraConfig(**OPTIONS))
+    configs = {name: {**OPTIONS, **(names[name] if isinstance(names, dict) else {})} for name in names}
+    (first, config), *others = configs.items()
+    reference = get_peft_model(copy.deepcopy(model), LoraConfig(**config), adapter_name=first)
+    for name, config in others:
+        reference.add_adapter(name, LoraConfig(**config))
     values = {f"base_model.model.{n}": p for n, p in compiled.named_parameters() if "lora_" in n}
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
@@ -210,3 +212,86 @@ def test_an_adapter_of_several_travels_alone(tmp_path):
     torch.testing.assert_close(other(x), compiled(x), atol=0, rtol=0)
     unchanged = [name for name, p in other.named_parameters() if torch.equal(p, before[name])]
     assert unchanged == [name for name in before if ".y." not in name]
+
+
+DIFFERENT = {
+    "small": {"r": 1},
+    "large": {"r": 4, "lora_alpha": 8, "use_rslora": True, "rank_pattern": {"first": 3}},
+    "one": {"target_modules": ["last"]},
+    "dora": {"r": 3, "use_dora": True},
+}
+
+
+def test_each_adapter_can_have_options_of_its_own(tmp_path):
+    model, x = Net(), torch.randn(5, 6)
+    compiled, lora = compile_(model, DIFFERENT)
+    reference = peft_of(model, compiled, DIFFERENT)
+    assert lora.modules == ("first", "last")
+    for chosen in ("small", "large", "one", "dora", ["small", "large", "one"]):
+        lora.set_adapter(chosen)
+        reference.base_model.set_adapter(chosen)
+        ours, theirs = compiled(x), reference(x)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+        for net, out in ((compiled, ours), (reference, theirs)):
+            net.zero_grad()
+            out.sin().mean().backward()
+        gradients = {f"base_model.model.{n}": p.grad for n, p in compiled.named_parameters() if p.grad is not None}
+        wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=0)
+        lora.merge()
+        torch.testing.assert_close(compiled(x), ours, atol=1e-5, rtol=1e-5)
+        plain = Net()
+        plain.load_state_dict(tx.handle(compiled).state_dict())
+        torch.testing.assert_close(plain(x), ours, atol=1e-5, rtol=1e-5)
+        lora.unmerge()
+    with pytest.raises(tx.errors.PipelineError, match=r"Only one adapter .* under use_dora=True"):
+        lora.set_adapter(["small", "dora"])
+    # Adapters that PEFT saved, each with its configuration, come together in one model; and back.
+    reference.save_pretrained(tmp_path / "theirs")
+    folders = {name: tmp_path / "theirs" / name for name in DIFFERENT}
+    together, lora = compile_(model, {name: peft_options(folder) for name, folder in folders.items()})
+    for name, folder in folders.items():
+        load_peft(tx.handle(together), folder, name)
+        lora.set_adapter(name)
+        reference.base_model.set_adapter(name)
+        torch.testing.assert_close(together(x), reference(x), atol=1e-6, rtol=0)
+        save_peft(tx.handle(together), tmp_path / "ours" / name, name)
+        again = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "ours" / name)
+        torch.testing.assert_close(again(x), reference(x), atol=1e-6, rtol=0)
+    # A plain state takes all of them out.
+    tx.handle(together).load_state_dict(model.state_dict())
+    for name in DIFFERENT:
+        lora.set_adapter(name)
+        torch.testing.assert_close(together(x), model(x), atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_of_their_own_options_resume(tmp_path):
+    model, x = Net(), torch.randn(5, 6)
+    compiled, lora = compile_(model, DIFFERENT)
+    tx.checkpoint.save_adapter(tx.handle(compiled), tmp_path / "all.safetensors")
+    request = tx.checkpoint.adapter_request(tmp_path / "all.safetensors")
+    again = thunder.jit(model, transforms=tx.registry.resolve(request))
+    tx.checkpoint.load_adapter(tx.handle(again), tmp_path / "all.safetensors")
+    for name in ("large", "dora"):
+        lora.set_adapter(name)
+        tx.handle(again).plugin("lora").set_adapter(name)
+        torch.testing.assert_close(again(x), compiled(x), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "problem"),
+    [
+        ({"a": {"r": 0}}, "of the options that `adapters` gives 'a', `r` is 0, but a rank is"),
+        ({"a": {}, "b": {"bias": "some"}}, "`adapters` gives 'b', `bias` is 'some', but it is 'none' or 'all' or"),
+        ({"a": {"use_dora": 1}}, "`use_dora` is 1, but it is True or False"),
+        ({"a": {"rnk": 1, "use_dors": True}}, "gives 'a' the option 'rnk', which there is not"),
+        ({"a": {"use_dors": True}}, "'use_dors', which there is not; did you mean 'use_dora'?"),
+        ({"a": {"adapters": ["b"]}}, "'adapters', which there is not"),
+        ({"a": {"r": 7}}, "`r` is 7, larger than 'first'"),
+        ({"a": {"init_lora_weights": "pissa"}, "b": {}}, "with init_lora_weights='pissa' there can be one only"),
+        ({}, "one name is needed"),
+    ],
+)
+def test_bad_options_of_one_adapter(adapters, problem):
+    with pytest.raises(tx.errors.OptionError, match=problem):
+        compile_(Net(), adapters)

@@ -1,63 +1,88 @@
-"""Adapter tensors: their names, their initial values, and what they amount to."""
+"""The adapters of a model: what each consists of, and how it starts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora._pissa import PISSA, decompose
-from thunder_xform_lora._targets import Target
+from thunder_xform_lora import _dora, _pissa
+from thunder_xform_lora._target import Target
+from thunder_xform_lora._targets import find_targets
+from thunder_xform_lora._trained import Trained, find_trained
+from thunder_xform_lora.options import Options
 
 
-def names(target: Target, adapter: str, dora: bool = False) -> tuple[str, ...]:
-    """Names of A and B as in a PEFT model, such as ``<module>.lora_A.<adapter>.weight``.
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One adapter.
 
-    Under DoRA there is a third, of the lengths of rows.
+    Attributes:
+        name: its name.
+        options: its own, which may differ from those of others.
+        targets: the weights that it belongs to.
+        trained: parameters of the model that train along with it.
     """
-    module = target.modules[0]
-    own = _names(target, module, adapter)
-    return (*own, magnitude_name(module, adapter)) if dora else own
+
+    name: str
+    options: Options
+    targets: tuple[Target, ...]
+    trained: tuple[Trained, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the layers with the adapter, in module order but for tied ones."""
+        return tuple(path for target in self.targets for path in target.modules)
+
+    @property
+    def file_keys(self) -> dict[str, str]:
+        """Names of its tensors by what PEFT calls them in files, relative to the model."""
+        keys: dict[str, str] = {}
+        for target in self.targets:
+            keys |= target.file_keys
+        return keys | {key: each.name for each in self.trained for key in each.keys}
+
+    @property
+    def exclusive(self) -> str:
+        """Options because of which no other adapter can be active at the same time; empty without."""
+        asked = {"bias": self.trained, "modules_to_save": self.trained, "use_dora": self.options.use_dora}
+        return ", ".join(f"{option}={getattr(self.options, option)!r}" for option, holds in asked.items() if holds)
 
 
-def _names(target: Target, module: str, adapter: str) -> tuple[str, ...]:
-    return tuple(f"{module}.{part.format(adapter)}".removeprefix(".") for part in target.layer.parts)
+def find_adapters(options: Options, params: tx.Parameters, ctx: tx.Context) -> dict[str, Adapter]:
+    """The adapters by name. Nothing is changed.
+
+    Raises:
+        OptionError: see :func:`find_targets` and :func:`find_trained`; or an adapter starts from values that are
+            not at hand.
+    """
+    adapters = {}
+    for name, own in options.each.items():
+        targets = find_targets(name, own, params, ctx)
+        if own.use_dora:
+            _dora.check(targets, params, ctx)
+        _pissa.check(targets, params, ctx)
+        adapters[name] = Adapter(name, own, targets, find_trained(name, own, targets, params, ctx))
+    return adapters
 
 
-def magnitude_name(module: str, adapter: str) -> str:
-    """Name of the lengths of rows that a layer learns under DoRA."""
-    return f"{module}.lora_magnitude_vector.{adapter}.weight".removeprefix(".")
-
-
-def file_keys(target: Target, adapter: str, dora: bool) -> dict[str, str]:
-    """Names of an adapter's tensors by what PEFT calls them in files: without the adapter's, for every tied layer."""
-    endings = [part.replace(".{}", "") for part in target.layer.parts] + ["lora_magnitude_vector"] * dora
-    keys = [f"{module}.{ending}" for module in target.modules for ending in endings]
-    return dict(zip(keys, names(target, adapter, dora) * len(target.modules), strict=True))
-
-
-def add(targets: Iterable[Target], adapter: str, init: bool | str, params: tx.Parameters) -> None:
-    """Add A and B of each target, initialized as by PEFT. For "pissa", replace the weights of linear layers, too.
+def add_tensors(target: Target, params: tx.Parameters) -> None:
+    """Add A, B and magnitudes, initialized as by PEFT. Under "pissa", replace the weight, too.
 
     They are float64 for a float64 weight, otherwise float32, as PEFT's are (``autocast_adapter_dtype``).
     """
-    for target in targets:
-        base = params.version(target.weight)
-        dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
-        a, b = (torch.empty(shape, dtype=dtype, device=base.device) for shape in target.layer.shapes(target.r))
-        if init == PISSA and target.layer.linear:
-            a, b, residual = decompose(target, params.tensor(target.weight))
-            params.replace(target.weight, residual)
-        else:
-            target.layer.initialize(a, b, init)
-        # Tied layers have one adapter under the names of each.
-        tied = [_names(target, module, adapter) for module in target.modules[1:]]
-        for index, tensor in enumerate((a, b)):
-            params.add(names(target, adapter)[index], tensor, aliases=[pair[index] for pair in tied])
-
-
-def merged(target: Target, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, factor: float) -> torch.Tensor:
-    """The weight with its adapter ``factor`` times, in the weight's dtype, rounded once."""
-    delta = target.layer.change(a, b) * (target.scaling * factor)
-    return (weight.to(delta.dtype) + delta.to(weight.device)).to(weight.dtype)
+    base = params.version(target.weight)
+    dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
+    a, b = (torch.empty(shape, dtype=dtype, device=base.device) for shape in target.layer.shapes(target.r))
+    if target.decomposed:
+        a, b, residual = _pissa.decompose(target, params.tensor(target.weight))
+        params.replace(target.weight, residual)
+    else:
+        target.layer.initialize(a, b, target.options.init_lora_weights)
+    tensors = [a, b]
+    if target.options.use_dora:
+        tensors.append(_dora.lengths(target.layer, params.value(target.weight).detach(), a, b, target.scaling))
+    # Tied layers have one adapter under the names of each.
+    for tensor, (name, *aliases) in zip(tensors, zip(*map(target.names_in, target.modules), strict=True), strict=True):
+        params.add(name, tensor, aliases=aliases)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora import _adapter
 from thunder_xform_lora._layer import Layer
 from thunder_xform_lora._patterns import error
-from thunder_xform_lora._targets import Target
+from thunder_xform_lora._target import Target
 
 
 def lengths(layer: Layer, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -47,19 +46,10 @@ def check(targets: Iterable[Target], params: tx.Parameters, ctx: tx.Context) -> 
             raise error(ctx, "use_dora", True, problem, remedy)
 
 
-def add_magnitudes(targets: Iterable[Target], adapter: str, params: tx.Parameters) -> None:
-    """Add the lengths of rows, as they are with the new adapter."""
-    for target in targets:
-        a, b = (params.tensor(name).detach() for name in _adapter.names(target, adapter))
-        norms = lengths(target.layer, params.value(target.weight).detach(), a, b, target.scaling)
-        first, *others = (_adapter.magnitude_name(module, adapter) for module in target.modules)
-        params.add(first, norms, aliases=others)
-
-
-def factor(edit: tx.Edit, target: Target, adapter: str, scaling: float) -> Any:
+def factor(edit: tx.Edit, target: Target, scaling: float) -> Any:
     """In a trace: by how much the adapter lengthens each output feature, broadcastable to the output."""
     layer, weight = target.layer, edit.parameter(target.weight)
-    a, b, magnitude = map(edit.parameter, _adapter.names(target, adapter, dora=True))
+    a, b, magnitude = map(edit.parameter, target.names)
     now = _row_lengths(weight, a, b, layer, scaling)
     return layer.spread(tx.ops.reshape(magnitude, (layer.out_features,)) / now)
 
@@ -79,12 +69,3 @@ def bare(edit: tx.Edit, target: Target, operation: tx.Operation, result: Any, dr
         return layer.plain(operation, dropped, tx.ops.to(edit.parameter(target.weight), dropped.dtype))
     bias = layer.bias(operation)
     return result if bias is None else result - layer.spread(bias)
-
-
-def merged(
-    target: Target, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor, factor: float
-) -> torch.Tensor:
-    """The weight that computes the same alone, in its dtype."""
-    layer, scaling = target.layer, target.scaling * factor
-    whole = weight.to(a.dtype) + scaling * layer.change(a, b)
-    return layer.scaled(whole, magnitude.flatten() / layer.lengths(whole).flatten()).to(weight.dtype)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora import _adapter, _dora
-from thunder_xform_lora._targets import Target, tied_elsewhere
+from thunder_xform_lora._target import Target, tied_elsewhere
 
 
-def merge(
-    targets: Iterable[Target], weights: Mapping[str, float], dora: bool, params: tx.Parameters, ctx: tx.Context
-) -> dict[str, torch.Tensor]:
+def merge(targets: Sequence[tuple[Target, float]], params: tx.Parameters, ctx: tx.Context) -> dict[str, torch.Tensor]:
     """Replace the targets' weights by merged copies.
 
     Args:
-        targets: the weights with adapters.
-        weights: of the active adapters, by name.
-        dora: whether adapters learn the lengths of rows apart.
+        targets: those of the active adapters, each with the weight of its adapter.
         params: the model's parameters, as the plugin got them to change.
         ctx: of the plugin.
 
@@ -29,14 +24,13 @@ def merge(
     Raises:
         PipelineError: a weight cannot take its adapter; nothing is changed then.
     """
-    merged = {}
-    for target in targets:
-        _check(target, weights, params, ctx)
-        value = params.tensor(target.weight).detach()
-        for adapter, weight in weights.items():
-            tensors = [params.tensor(name).detach() for name in _adapter.names(target, adapter, dora)]
-            value = merged_weight(target, value, tensors, weight)
-        merged[target.weight] = value
+    for target, _ in targets:
+        _check(target, params, ctx)
+    merged: dict[str, torch.Tensor] = {}
+    for target, factor in targets:
+        value = merged.get(target.weight, params.tensor(target.weight)).detach()
+        tensors = [params.tensor(name).detach() for name in target.names]
+        merged[target.weight] = merged_weight(target, value, tensors, factor)
     before = {name: params.tensor(name) for name in merged}
     for name, value in merged.items():
         params.replace(name, value, requires_grad=False)
@@ -50,19 +44,20 @@ def unmerge(before: Mapping[str, torch.Tensor], params: tx.Parameters) -> None:
 
 
 def merged_weight(target: Target, weight: torch.Tensor, tensors: Sequence[torch.Tensor], factor: float) -> torch.Tensor:
-    """A weight that computes the same alone as with its adapter ``factor`` times.
+    """A weight that computes the same alone as with its adapter ``factor`` times, in its dtype, rounded once.
 
     ``tensors`` are A and B, or A, B and magnitudes under DoRA.
     """
     a, b, *magnitude = tensors
+    delta = target.layer.change(a, b) * (target.scaling * factor)
+    whole = weight.to(delta.dtype) + delta.to(weight.device)
     if magnitude:
-        return _dora.merged(target, weight, a, b, magnitude[0], factor)
-    return _adapter.merged(target, weight, a, b, factor)
+        whole = target.layer.scaled(whole, magnitude[0].flatten() / target.layer.lengths(whole).flatten())
+    return whole.to(weight.dtype)
 
 
-def _check(target: Target, weights: Mapping[str, float], params: tx.Parameters, ctx: tx.Context) -> None:
-    names = [name for adapter in weights for name in _adapter.names(target, adapter)]
-    reasons = [_unfit(name, params, ctx) for name in (target.weight, *names)]
+def _check(target: Target, params: tx.Parameters, ctx: tx.Context) -> None:
+    reasons = [_unfit(name, params, ctx) for name in (target.weight, *target.names)]
     reasons.append(target.layer.unmergeable or "")
     if tied := tied_elsewhere(target, ctx):
         reasons.append(f"{tied[0]!r} shares the weight without the adapter")

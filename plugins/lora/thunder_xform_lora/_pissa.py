@@ -11,10 +11,7 @@ import torch
 
 import thunder_xform as tx
 from thunder_xform_lora._patterns import error
-from thunder_xform_lora._targets import Target, tied_elsewhere
-
-#: The value of `init_lora_weights`.
-PISSA = "pissa"
+from thunder_xform_lora._target import Target, tied_elsewhere
 
 
 def decompose(target: Target, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -31,7 +28,7 @@ def check(targets: Iterable[Target], params: tx.Parameters, ctx: tx.Context) -> 
     """Refuse weights that cannot be decomposed, or that others read, too."""
     for target in targets:
         version = params.version(target.weight)
-        if not target.layer.linear:
+        if not target.decomposed:
             continue
         if version.layout != "dense":
             reason = f"which are stored as {version.layout!r}"
@@ -41,7 +38,7 @@ def check(targets: Iterable[Target], params: tx.Parameters, ctx: tx.Context) -> 
             reason = f"which are those of {tied[0]!r}, too"
         else:
             continue
-        problem = f"`init_lora_weights` {PISSA!r} decomposes the weights of {target.modules[0]!r}, {reason}."
+        problem = f"`init_lora_weights` 'pissa' decomposes the weights of {target.modules[0]!r}, {reason}."
         raise error(
-            ctx, "init_lora_weights", PISSA, problem, f"Exclude {target.modules[0]!r}, or initialize otherwise."
+            ctx, "init_lora_weights", "pissa", problem, f"Exclude {target.modules[0]!r}, or initialize otherwise."
         )

@@ -11,13 +11,13 @@ class Selection:
     """The active adapters with their weights. What is compiled depends on :attr:`key`.
 
     Args:
-        adapters: names of all adapters; the first one is active.
-        exclusive: options under which only one may be active at a time, or an empty text.
+        adapters: by the names of all adapters, options because of which no other may be active at the same time, or
+            an empty text; the first one is active.
     """
 
-    def __init__(self, adapters: Sequence[str], exclusive: str = "") -> None:
+    def __init__(self, adapters: Mapping[str, str]) -> None:
         self._adapters = tuple(adapters)
-        self._exclusive = exclusive
+        self._exclusive = dict(adapters)
         self._chosen = {self._adapters[0]: 1.0}
         self._enabled = True
         self.merged = False
@@ -49,9 +49,9 @@ class Selection:
                 )
         if not weights:
             raise tx.errors.PipelineError("No adapter is named.", "Name one, or call disable().")
-        if len(weights) > 1 and self._exclusive:
+        if len(weights) > 1 and (reasons := [self._exclusive[name] for name in weights if self._exclusive[name]]):
             raise tx.errors.PipelineError(
-                f"Only one adapter can be active at a time under {self._exclusive}.", "Choose one."
+                f"Only one adapter can be active at a time under {reasons[0]}.", "Choose one."
             )
         self._check_separate()
         self._chosen = {name: float(weights[name]) for name in self._adapters if name in weights}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -11,35 +10,12 @@ import thunder_xform as tx
 from thunder_xform_lora._kinds import SUPPORTED, is_linear, layer_of
 from thunder_xform_lora._layer import Layer
 from thunder_xform_lora._patterns import Pattern, check_patterns, error, inside_saved, matches, resembling, targeted
+from thunder_xform_lora._target import Target, other_owners
 from thunder_xform_lora.options import ALL_LINEAR, Options, fits
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One weight that gets an adapter where one kind of layer applies it.
-
-    Attributes:
-        weight: the weight's name in the parameter ledger.
-        modules: names of all layers of the kind that use it, several where such are tied; the first names the adapter.
-        layer: the first of them.
-        r: rank of the adapter.
-        scaling: factor of the adapter's output.
-    """
-
-    weight: str
-    modules: tuple[str, ...]
-    layer: Layer
-    r: int
-    scaling: float
-
-    @property
-    def key(self) -> tuple[type[Layer], str]:
-        """What tells calls that the adapter belongs to, see :func:`thunder_xform_lora._kinds.applied`."""
-        return type(self.layer), self.weight
-
-
-def find_targets(options: Options, params: tx.Parameters, ctx: tx.Context) -> tuple[Target, ...]:
-    """The targets in module order. Nothing is changed.
+def find_targets(adapter: str, options: Options, params: tx.Parameters, ctx: tx.Context) -> tuple[Target, ...]:
+    """The targets of an adapter in module order. Nothing is changed.
 
     Raises:
         OptionError: a pattern matches nothing, or something that cannot get an adapter of this rank.
@@ -50,13 +26,12 @@ def find_targets(options: Options, params: tx.Parameters, ctx: tx.Context) -> tu
         tied.setdefault((type(layer), _weight_of(path, layer, params, ctx)), []).append(path)
     targets = []
     for (_, weight), paths in tied.items():
-        target = Target(
-            weight, tuple(paths), selected[paths[0]], options.rank_of(paths[0]), options.scaling_of(paths[0])
-        )
+        r, scaling = options.rank_of(paths[0]), options.scaling_of(paths[0])
+        target = Target(adapter, options, weight, tuple(paths), selected[paths[0]], r, scaling)
         for path in paths:
-            _check_layer(target.r, path, selected[path], options, ctx)
+            _check_layer(r, path, selected[path], options, ctx)
         _check_ties(target, params, ctx)
-        if unlike := [p for p in paths if (options.rank_of(p), options.scaling_of(p)) != (target.r, target.scaling)]:
+        if unlike := [p for p in paths if (options.rank_of(p), options.scaling_of(p)) != (r, scaling)]:
             problem = f"{paths[0]!r} and {unlike[0]!r} share one weight and adapter, but not the rank or scaling."
             raise error(ctx, "rank_pattern", options.rank_pattern, problem, "Give both the same.")
         targets.append(target)
@@ -165,7 +140,7 @@ def _check_ties(target: Target, params: tx.Parameters, ctx: tx.Context) -> None:
 
     A compiled operation knows its weight, not the layer it came from.
     """
-    for path in _other_owners(target.weight, target.modules, params):
+    for path in other_owners(target.weight, target.modules, params):
         if type(layer_of(ctx.module.get_submodule(path))) is type(target.layer):
             raise error(
                 ctx,
@@ -175,13 +150,3 @@ def _check_ties(target: Target, params: tx.Parameters, ctx: tx.Context) -> None:
                 f"adapter.",
                 "Target both or neither.",
             )
-
-
-def _other_owners(weight: str, paths: Sequence[str], params: tx.Parameters | tx.Context) -> Iterator[str]:
-    owners = (name.rpartition(".")[0] for name in params.aliases(weight))
-    return (path for path in owners if path not in paths)
-
-
-def tied_elsewhere(target: Target, ctx: tx.Context) -> tuple[str, ...]:
-    """Modules that share the weight without its adapter, such as a tied embedding."""
-    return tuple(_other_owners(target.weight, target.modules, ctx))

@@ -12,31 +12,27 @@ import torch
 
 import thunder_xform as tx
 from thunder_xform_lora._patterns import error, resembling, to_save
-from thunder_xform_lora._targets import Target
+from thunder_xform_lora._target import Target
 from thunder_xform_lora.options import Options
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One parameter of the model that trains.
+    """One parameter of the model that trains along with an adapter.
 
     Attributes:
         source: its name in the parameter ledger.
         keys: what PEFT calls it in files, once for each name that it has in the model.
-        template: name of the copy of an adapter, with ``{}`` for the adapter's.
+        name: of the adapter's copy.
     """
 
     source: str
     keys: tuple[str, ...]
-    template: str
-
-    def name(self, adapter: str) -> str:
-        """Name of an adapter's copy."""
-        return self.template.replace("{}", adapter)
+    name: str
 
 
 def find_trained(
-    options: Options, targets: Iterable[Target], params: tx.Parameters, ctx: tx.Context
+    adapter: str, options: Options, targets: Iterable[Target], params: tx.Parameters, ctx: tx.Context
 ) -> tuple[Trained, ...]:
     """What trains under ``bias`` and ``modules_to_save``. Nothing is changed.
 
@@ -54,11 +50,11 @@ def find_trained(
             _check_copied(name, owners, params, ctx)
             module = owners[name] or ""
             inner = name.removeprefix(f"{module}.")
-            found[name] = Trained(name, tuple(owners), f"{module}.modules_to_save.{{}}.{inner}")
+            found[name] = Trained(name, tuple(owners), f"{module}.modules_to_save.{adapter}.{inner}")
         elif _is_bias(options, name, adapted):
             module = name.rpartition(".")[0]
             keys = [_bias_key(alias, adapted) for alias in params.aliases(name)]
-            found[name] = Trained(name, tuple(keys), f"{f'{module}.' if module else ''}lora_bias.{{}}")
+            found[name] = Trained(name, tuple(keys), f"{module}.lora_bias.{adapter}".removeprefix("."))
     for name in found:
         if params.tensor(name).is_meta:
             problem = f"{name!r} is to train, but is on the meta device and has no data to start from."
@@ -121,20 +117,20 @@ def _read_copy(own: object, copy: object) -> tuple[object, None]:
     return _stand_in(own, copy), None
 
 
-def add_copies(trained: Iterable[Trained], adapter: str, params: tx.Parameters) -> None:
+def add_copies(trained: Iterable[Trained], params: tx.Parameters) -> None:
     """Add the trainable copies of an adapter."""
     for each in trained:
-        params.add(each.name(adapter), params.tensor(each.source).detach().clone())
+        params.add(each.name, params.tensor(each.source).detach().clone())
 
 
-def read_copies(trained: Iterable[Trained], adapter: str, computation: tx.Computation) -> tx.Computation:
+def read_copies(trained: Iterable[Trained], computation: tx.Computation) -> tx.Computation:
     """Let everything read the copies."""
     read = set(computation.parameters)
-    groups = [((each.source, each.name(adapter)), _read_copy) for each in trained if each.source in read]
+    groups = [((each.source, each.name), _read_copy) for each in trained if each.source in read]
     return computation.restore(groups) if groups else computation
 
 
-def export_copies(trained: Iterable[Trained], adapter: str, state: dict[str, torch.Tensor]) -> None:
+def export_copies(trained: Iterable[Trained], state: dict[str, torch.Tensor]) -> None:
     """Put an adapter's copies in the place of what they are copies of."""
     for each in trained:
-        state[each.source] = state[each.name(adapter)]
+        state[each.source] = state[each.name]

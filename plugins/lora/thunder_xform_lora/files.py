@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 import thunder_xform as tx
 from thunder_xform.errors import CheckpointError
 from thunder_xform_lora._config import CONFIG_FILE, read_config, write_config
-from thunder_xform_lora._pissa import PISSA
 from thunder_xform_lora.options import Options
 
 if TYPE_CHECKING:
+    from thunder_xform_lora._adapter import Adapter
     from thunder_xform_lora.plugin import LoRA
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -65,7 +65,7 @@ def save_peft(handle: tx.Handle, folder: str | os.PathLike[str], adapter: str = 
     try:
         save_file(tensors, unfinished, {"format": "pt"})
         unfinished.replace(Path(folder) / WEIGHTS_FILE)
-        write_config(unfinished, lora.options, lora.modules)
+        write_config(unfinished, lora.adapter(adapter).options, lora.adapter(adapter).modules)
         unfinished.replace(Path(folder) / CONFIG_FILE)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def load_peft(handle: tx.Handle, folder: str | os.PathLike[str], adapter: str = 
     """
     lora = _plugin(handle)
     with tx.parallel.together(_groups(handle), "load_peft"):
-        _check_config(lora, Path(folder))
+        _check_config(lora.adapter(adapter), Path(folder))
         keys = _file_keys(lora, adapter)
         given = _without_base(_read(Path(folder)), keys, lora, Path(folder))
         _check_keys(given, keys, Path(folder))
@@ -107,27 +107,27 @@ def _groups(handle: tx.Handle) -> list[Any]:
 
 def _file_keys(lora: LoRA, adapter: str) -> dict[str, str]:
     """Names of the adapter's tensors in the model, by their keys in a file."""
-    if "" in lora.modules:
+    if "" in lora.adapter(adapter).modules:
         raise CheckpointError(
             "The model is itself a layer with an adapter; PEFT has adapters only on layers inside a model.",
             "Put the layer into a torch.nn.Sequential, or save with thunder_xform.checkpoint.save_adapter.",
         )
-    return {f"{_PREFIX}{key}": name for key, name in lora.file_keys(adapter).items()}
+    return {f"{_PREFIX}{key}": name for key, name in lora.adapter(adapter).file_keys.items()}
 
 
-def _check_config(lora: LoRA, folder: Path) -> None:
+def _check_config(adapter: Adapter, folder: Path) -> None:
     """Refuse an adapter that computes something else from the same tensors."""
     saved = Options(**read_config(folder))
-    theirs, ours = saved.init_lora_weights, lora.options.init_lora_weights
-    if theirs != ours and PISSA in (theirs, ours):
+    theirs, ours = saved.init_lora_weights, adapter.options.init_lora_weights
+    if theirs != ours and "pissa" in (theirs, ours):
         raise CheckpointError(
             f"{folder} holds an adapter with init_lora_weights={theirs!r}, but the model has {ours!r}: they go with "
             f"different weights of the model.",
             "Resolve the pipeline under the options that peft_options(folder) returns.",
             path=str(folder),
         )
-    for path in lora.modules:
-        factors = saved.scaling_of(path), lora.options.scaling_of(path)
+    for path in adapter.modules:
+        factors = saved.scaling_of(path), adapter.options.scaling_of(path)
         if factors[0] != factors[1]:
             raise CheckpointError(
                 f"{folder} holds an adapter that scales {path!r} by {factors[0]:g}, but the model scales by "

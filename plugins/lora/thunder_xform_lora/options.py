@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 #: The value of ``target_modules`` that stands for every linear layer but a language model's output layer.
 ALL_LINEAR = "all-linear"
 #: The name of the first adapter, as in PEFT.
 DEFAULT = "default"
+
+_CHOICES: dict[str, tuple[bool | str, ...]] = {
+    "bias": ("none", "all", "lora_only"),
+    "init_lora_weights": (True, False, "gaussian", "pissa"),
+    "use_dora": (True, False),
+    "use_rslora": (True, False),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +63,11 @@ class Options:
     """Which biases train, too: none, all of the model's, or those of layers with adapters."""
     modules_to_save: Sequence[str] | None = None
     """Endings of the names of modules that train and are saved whole, with the adapters, such as a new head."""
-    adapters: Sequence[str] = (DEFAULT,)
-    """Names of the adapters that the model holds, all of these options. The first is active until another is chosen."""
+    adapters: Sequence[str] | Mapping[str, Mapping[str, Any]] = (DEFAULT,)
+    """Names of the adapters that the model holds, all of these options; or for each name what it has otherwise. The
+    first is active until another is chosen."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "adapters", tuple(self.adapters))
-        if not self.adapters or len(set(self.adapters)) < len(self.adapters):
-            raise ValueError(f"`adapters` is {self.adapters!r}, but one name is needed at least, and none twice")
-        if odd := [name for name in self.adapters if not name or "." in name]:
-            raise ValueError(f"`adapters` has {odd[0]!r}, but names of adapters are not empty and have no dots")
-        if self.init_lora_weights == "pissa" and len(self.adapters) > 1:
-            raise ValueError(
-                f"`adapters` is {self.adapters!r}, but with init_lora_weights='pissa' there can be one only"
-            )
         if not _is_rank(self.r):
             raise ValueError(f"`r` is {self.r!r}, but a rank is a whole number of at least 1")
         if not _is_scaling(self.lora_alpha):
@@ -87,7 +87,40 @@ class Options:
         object.__setattr__(self, "target_modules", _pattern("target_modules", self.target_modules))
         if not self.target_modules:
             raise ValueError(f"`target_modules` is empty; name layers or write {ALL_LINEAR!r}")
+        for option, choices in _CHOICES.items():
+            # Registries check what they are given, but not what is inside of `adapters`.
+            if not any(type(getattr(self, option)) is type(c) and getattr(self, option) == c for c in choices):
+                told = " or ".join(map(repr, choices))
+                raise ValueError(f"`{option}` is {getattr(self, option)!r}, but it is {told}")
         self._check_layers()
+        self._check_adapters()
+
+    def _check_adapters(self) -> None:
+        names = tuple(self.adapters)
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"`adapters` is {names!r}, but one name is needed at least, and none twice")
+        if odd := [name for name in names if not name or "." in name]:
+            raise ValueError(f"`adapters` has {odd[0]!r}, but names of adapters are not empty and have no dots")
+        known = {field.name for field in fields(self)} - {"adapters"}
+        own = self.adapters if isinstance(self.adapters, Mapping) else {}
+        for name, options in own.items():
+            if unknown := [option for option in options if option not in known]:
+                near = difflib.get_close_matches(unknown[0], known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"`adapters` gives {name!r} the option {unknown[0]!r}, which there is not{hint}")
+            try:
+                replace(self, adapters=(name,), **options)
+            except ValueError as error:
+                raise ValueError(f"of the options that `adapters` gives {name!r}, {error}") from None
+        object.__setattr__(self, "adapters", {name: dict(own[name]) for name in own} or names)
+        if len(names) > 1 and any(each.init_lora_weights == "pissa" for each in self.each.values()):
+            raise ValueError(f"`adapters` is {names!r}, but with init_lora_weights='pissa' there can be one only")
+
+    @property
+    def each(self) -> dict[str, Options]:
+        """The options of each adapter by its name."""
+        own = self.adapters if isinstance(self.adapters, Mapping) else {name: {} for name in self.adapters}
+        return {name: replace(self, adapters=(name,), **options) for name, options in own.items()}
 
     def _check_layers(self) -> None:
         if self.layers_to_transform is None:

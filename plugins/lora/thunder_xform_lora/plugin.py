@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora import _adapter, _dora, _pissa
+from thunder_xform_lora._adapter import Adapter, add_tensors, find_adapters
 from thunder_xform_lora._merge import merge, unmerge
 from thunder_xform_lora._rewrite import applied_weights, apply_adapters
 from thunder_xform_lora._selection import Selection
 from thunder_xform_lora._state import add_neutral, merge_into
-from thunder_xform_lora._targets import Target, find_targets, tied_elsewhere
-from thunder_xform_lora._trained import Trained, add_copies, export_copies, find_trained, read_copies
+from thunder_xform_lora._target import Target, tied_elsewhere
+from thunder_xform_lora._trained import Trained, add_copies, export_copies, read_copies
 from thunder_xform_lora.options import Options
 
 
@@ -24,8 +24,7 @@ class LoRA(tx.Plugin[Options]):
     on all ranks.
     """
 
-    _targets: tuple[Target, ...]
-    _trained: tuple[Trained, ...]
+    _adapters: dict[str, Adapter]
     _selection: Selection
     #: modules whose mode decides whether dropout is on, by their names; empty without dropout
     _modes: dict[str, torch.nn.Module]
@@ -36,8 +35,17 @@ class LoRA(tx.Plugin[Options]):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the layers with adapters, in module order but for tied ones."""
-        return tuple(path for target in self._targets for path in target.modules)
+        """Names of the layers with adapters, in module order but for tied ones; those of several adapters in turn."""
+        return tuple(dict.fromkeys(path for adapter in self._adapters.values() for path in adapter.modules))
+
+    def adapter(self, name: str) -> Adapter:
+        """The adapter of that name.
+
+        Raises:
+            PipelineError: there is no such adapter.
+        """
+        self._selection.check(name)
+        return self._adapters[name]
 
     @property
     def active_adapters(self) -> Mapping[str, float]:
@@ -78,7 +86,7 @@ class LoRA(tx.Plugin[Options]):
                 f"{'Adapters are merged already' if active else 'All adapters are disabled'}.",
                 f"Call {'unmerge' if active else 'enable'}() first.",
             )
-        self._unmerged = merge(self._targets, active, self.options.use_dora, *self._grip)
+        self._unmerged = merge(self._active_targets, *self._grip)
         self._selection.merged = True
 
     def unmerge(self) -> None:
@@ -93,18 +101,6 @@ class LoRA(tx.Plugin[Options]):
         self._unmerged = {}
         self._selection.merged = False
 
-    def file_keys(self, adapter: str) -> dict[str, str]:
-        """Names of an adapter's tensors by what PEFT calls them in files, relative to the model.
-
-        Raises:
-            PipelineError: there is no such adapter.
-        """
-        self._selection.check(adapter)
-        keys: dict[str, str] = {}
-        for target in self._targets:
-            keys |= _adapter.file_keys(target, adapter, self.options.use_dora)
-        return keys | {key: each.name(adapter) for each in self._trained for key in each.keys}
-
     def base_tensor(self, name: str) -> torch.Tensor | None:
         """The model's own parameter of that name, without adapters; None if it has none."""
         params, _ = self._grip
@@ -112,27 +108,33 @@ class LoRA(tx.Plugin[Options]):
 
     @tx.hookimpl
     def update_model_state(self, params: tx.Parameters, ctx: tx.Context) -> None:
-        options = self.options
         self._grip = params, ctx
-        self._targets = find_targets(options, params, ctx)
-        self._trained = find_trained(options, self._targets, params, ctx)
-        if options.use_dora:
-            _dora.check(self._targets, params, ctx)
-        if options.init_lora_weights == _pissa.PISSA:
-            _pissa.check(self._targets, params, ctx)
-        exclusive = (("bias", self._trained), ("modules_to_save", self._trained), ("use_dora", options.use_dora))
-        kinds = [f"{k}={getattr(options, k)!r}" for k, holds in exclusive if holds]
-        self._selection = Selection(options.adapters, ", ".join(kinds))
-        dropped = [target for target in self._targets if target.layer.drops and options.lora_dropout]
+        self._adapters = find_adapters(self.options, params, ctx)
+        self._selection = Selection({name: adapter.exclusive for name, adapter in self._adapters.items()})
+        dropped = [t for t in self._targets if t.layer.drops and t.options.lora_dropout]
         self._modes = {target.modules[0]: ctx.module.get_submodule(target.modules[0]) for target in dropped}
         for name in params:
             if params.version(name).origin == "model":
                 params.set_requires_grad(name, False)
-        for adapter in options.adapters:
-            _adapter.add(self._targets, adapter, options.init_lora_weights, params)
-            if options.use_dora:
-                _dora.add_magnitudes(self._targets, adapter, params)
-            add_copies(self._trained, adapter, params)
+        for adapter in self._adapters.values():
+            for target in adapter.targets:
+                add_tensors(target, params)
+            add_copies(adapter.trained, params)
+
+    @property
+    def _targets(self) -> list[Target]:
+        """Those of all adapters."""
+        return [target for adapter in self._adapters.values() for target in adapter.targets]
+
+    @property
+    def _active_targets(self) -> list[tuple[Target, float]]:
+        """Those of the active adapters, each with the weight of its adapter."""
+        active = self._selection.active.items()
+        return [(target, weight) for name, weight in active for target in self._adapters[name].targets]
+
+    def _active_trained(self) -> Iterator[Trained]:
+        """What trains along with the active adapters."""
+        return (each for name in self._selection.active for each in self._adapters[name].trained)
 
     @tx.hookimpl
     def guard_key(self) -> tuple[object, ...]:
@@ -141,16 +143,13 @@ class LoRA(tx.Plugin[Options]):
     @tx.hookimpl
     def before_autograd(self, computation: tx.Computation, ctx: tx.Context) -> tx.Computation:
         self._check_reachable(computation, ctx)
-        active = self._selection.active
         if not self._selection.merged:
-            computation = apply_adapters(computation, self._targets, active, self._dropout, self.options.use_dora)
-        for adapter in active if self._trained else ():
-            computation = read_copies(self._trained, adapter, computation)
-        return computation
+            computation = apply_adapters(computation, self._active_targets, self._dropout)
+        return read_copies(self._active_trained(), computation)
 
     def _dropout(self, target: Target) -> float:
-        module = self._modes.get(target.modules[0])
-        return self.options.lora_dropout if module is not None and module.training else 0.0
+        module = self._modes.get(target.modules[0]) if target.layer.drops else None
+        return target.options.lora_dropout if module is not None and module.training else 0.0
 
     def _check_reachable(self, computation: tx.Computation, ctx: tx.Context) -> None:
         """Refuse a model that uses a target's weight only in ways that an adapter cannot follow."""
@@ -170,12 +169,10 @@ class LoRA(tx.Plugin[Options]):
         if ctx.state_kind != "full":
             return None
         state = dict(state)
-        active = self._selection.active
         if not self._selection.merged:
-            merge_into(state, self._targets, active, self.options.use_dora, ctx)
-        for adapter in active:
-            export_copies(self._trained, adapter, state)
-        own = {name for adapter in self.options.adapters for name in self.file_keys(adapter).values()}
+            merge_into(state, self._active_targets, ctx)
+        export_copies(self._active_trained(), state)
+        own = {name for adapter in self._adapters.values() for name in adapter.file_keys.values()}
         return {name: tensor for name, tensor in state.items() if name not in own}
 
     @tx.hookimpl
@@ -188,7 +185,7 @@ class LoRA(tx.Plugin[Options]):
         if ctx.state_kind != "full":
             return None
         state = dict(state)
-        for adapter in self.options.adapters:
-            add_neutral(state, self._targets, adapter, self.options, ctx)
-            state |= {each.name(adapter): state[each.source] for each in self._trained if each.source in state}
-        return state
+        for target in self._targets:
+            add_neutral(state, target, ctx)
+        trained = (each for adapter in self._adapters.values() for each in adapter.trained)
+        return state | {each.name: state[each.source] for each in trained if each.source in state}
