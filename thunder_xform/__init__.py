@@ -20,7 +20,7 @@ from thunder_xform.host import compat as _compat
 if TYPE_CHECKING:
     import thunder.torch as ops
 
-    from thunder_xform import checkpoint, errors, parallel, registry
+    from thunder_xform import checkpoint, errors, parallel, patterns, registry
     from thunder_xform.hookspecs import hookimpl
     from thunder_xform.host.computation import Computation
     from thunder_xform.host.editor import Edit
@@ -52,7 +52,7 @@ _HOMES = {
     "operator": "thunder_xform.host.operators",
     "tensor_like": "thunder_xform.host.operators",
 }
-_MODULES = ("checkpoint", "errors", "parallel", "registry")
+_MODULES = ("checkpoint", "errors", "parallel", "patterns", "registry")
 
 __all__ = [
     "CompileEvent",
@@ -76,6 +76,7 @@ __all__ = [
     "operator",
     "ops",
     "parallel",
+    "patterns",
     "registry",
     "tensor_like",
 ]

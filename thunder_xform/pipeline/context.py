@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from thunder_xform.errors import OptionError
+
 if TYPE_CHECKING:
     import torch
 
@@ -74,6 +76,19 @@ class Context:
     def sync_gradients(self) -> None:
         """Reduce what any plugin accumulated locally, in pipeline order. A collective."""
         self._session.each("sync_gradients")
+
+    def option_error(self, option: str, value: object, problem: str, remedy: str) -> OptionError:
+        """An error about the value of one of the plugin's options, to be raised.
+
+        Args:
+            option: its name.
+            value: its value, or the part of it that is bad.
+            problem: one sentence on what is wrong, with the value.
+            remedy: one sentence on what to do.
+        """
+        return OptionError(
+            problem, remedy, plugin=self.plugin, distribution=self.distribution, option=option, value=repr(value)
+        )
 
     def plugins(self) -> Mapping[str, Any]:
         """All plugin instances of the pipeline by name."""

@@ -13,7 +13,6 @@ import torch
 
 import thunder_xform as tx
 from thunder_xform_lora._layer import Layer
-from thunder_xform_lora._patterns import error
 from thunder_xform_lora._target import Target
 
 
@@ -43,7 +42,7 @@ def check(targets: Iterable[Target], params: tx.Parameters, ctx: tx.Context) -> 
         if reason:
             problem = f"`use_dora` needs the rows of {target.modules[0]!r}, {reason}."
             remedy = "Use it where the weights' values are at hand: quantized or not, but loaded."
-            raise error(ctx, "use_dora", True, problem, remedy)
+            raise ctx.option_error("use_dora", True, problem, remedy)
 
 
 def factor(edit: tx.Edit, target: Target, scaling: float) -> Any:

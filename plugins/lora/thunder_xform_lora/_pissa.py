@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora._patterns import error
 from thunder_xform_lora._target import Target, tied_elsewhere
 
 
@@ -39,6 +38,5 @@ def check(targets: Iterable[Target], params: tx.Parameters, ctx: tx.Context) -> 
         else:
             continue
         problem = f"`init_lora_weights` 'pissa' decomposes the weights of {target.modules[0]!r}, {reason}."
-        raise error(
-            ctx, "init_lora_weights", "pissa", problem, f"Exclude {target.modules[0]!r}, or initialize otherwise."
-        )
+        remedy = f"Exclude {target.modules[0]!r}, or initialize otherwise."
+        raise ctx.option_error("init_lora_weights", "pissa", problem, remedy)

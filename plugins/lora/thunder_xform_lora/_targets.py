@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 import thunder_xform as tx
+from thunder_xform.patterns import Pattern, check, matches, resembling
 from thunder_xform_lora._kinds import SUPPORTED, is_linear, layer_of
 from thunder_xform_lora._layer import Layer
-from thunder_xform_lora._patterns import Pattern, check_patterns, error, inside_saved, matches, resembling, targeted
+from thunder_xform_lora._patterns import inside_saved, targeted
 from thunder_xform_lora._target import Target, other_owners
 from thunder_xform_lora.options import ALL_LINEAR, Options, fits
 
@@ -33,7 +34,7 @@ def find_targets(adapter: str, options: Options, params: tx.Parameters, ctx: tx.
         _check_ties(target, params, ctx)
         if unlike := [p for p in paths if (options.rank_of(p), options.scaling_of(p)) != (r, scaling)]:
             problem = f"{paths[0]!r} and {unlike[0]!r} share one weight and adapter, but not the rank or scaling."
-            raise error(ctx, "rank_pattern", options.rank_pattern, problem, "Give both the same.")
+            raise ctx.option_error("rank_pattern", options.rank_pattern, problem, "Give both the same.")
         targets.append(target)
     return tuple(targets)
 
@@ -41,20 +42,20 @@ def find_targets(adapter: str, options: Options, params: tx.Parameters, ctx: tx.
 def _select(options: Options, ctx: tx.Context) -> dict[str, Layer]:
     modules = dict(ctx.module.named_modules(remove_duplicate=False))
     wanted, excluded = options.target_modules, options.exclude_modules or ()
+    known = [ALL_LINEAR, *(path for path, module in modules.items() if layer_of(module))]
     if isinstance(wanted, str) and wanted.lower() == ALL_LINEAR:
         head = _output_layer(ctx.module)
         found = [p for p, m in modules.items() if is_linear(m) and m is not head]
         if not found:
             problem = f"{type(ctx.module).__name__} has no torch.nn.Linear that could get an adapter."
-            raise error(ctx, "target_modules", wanted, problem, "Leave out 'lora'.")
+            raise ctx.option_error("target_modules", wanted, problem, "Leave out 'lora'.")
     else:
-        check_patterns("target_modules", wanted, modules, ctx)
+        check("target_modules", wanted, known, ctx)
         found = [p for p in modules if targeted(options, p)]
-    check_patterns("exclude_modules", excluded, modules, ctx)
+    check("exclude_modules", excluded, known, ctx)
     kept = [p for p in found if not inside_saved(options, p) and not (excluded and matches(excluded, p))]
     if not found:
-        raise error(
-            ctx,
+        raise ctx.option_error(
             "layers_to_transform",
             options.layers_to_transform,
             f"No module that `target_modules` {wanted!r} names is in a layer of `layers_to_transform` "
@@ -62,8 +63,7 @@ def _select(options: Options, ctx: tx.Context) -> dict[str, Layer]:
             "Give indices that the stack has, counted from 0, and the stack's own name.",
         )
     if not kept:
-        raise error(
-            ctx,
+        raise ctx.option_error(
             "exclude_modules",
             excluded,
             f"`exclude_modules` {excluded!r} leaves nothing of `target_modules` {wanted!r}"
@@ -79,8 +79,7 @@ def _check_settings(options: Options, paths: Sequence[str], ctx: tx.Context) -> 
     for option in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(options, option):
             if not any(fits(pattern, path) for path in paths):
-                raise error(
-                    ctx,
+                raise ctx.option_error(
                     option,
                     pattern,
                     f"`{option}` {pattern!r} is for none of the {len(paths)} layers with adapters.",
@@ -97,8 +96,7 @@ def _output_layer(module: torch.nn.Module) -> torch.nn.Module | None:
 def _layer(path: str, module: torch.nn.Module, wanted: Pattern, ctx: tx.Context) -> Layer:
     if layer := layer_of(module):
         return layer
-    raise error(
-        ctx,
+    raise ctx.option_error(
         "target_modules",
         wanted,
         f"`target_modules` {wanted!r} matches {path!r} of type {type(module).__name__}, but only {SUPPORTED} can have "
@@ -111,8 +109,7 @@ def _weight_of(path: str, layer: Layer, params: tx.Parameters, ctx: tx.Context) 
     name = f"{path}.weight" if path else "weight"
     if name not in params or params.version(name).shape != layer.shape:
         found = f"is {params.version(name).shape}" if name in params else "is computed from other parameters"
-        raise error(
-            ctx,
+        raise ctx.option_error(
             "target_modules",
             path,
             f"The weight of {path!r} {found} and not a parameter of shape {layer.shape}, as an adapter needs.",
@@ -124,15 +121,16 @@ def _weight_of(path: str, layer: Layer, params: tx.Parameters, ctx: tx.Context) 
 def _check_layer(r: int, path: str, layer: Layer, options: Options, ctx: tx.Context) -> None:
     """Refuse a layer that cannot have such an adapter."""
     if r > (largest := layer.largest_rank):
-        raise error(
-            ctx,
+        raise ctx.option_error(
             "r",
             r,
             f"`r` is {r}, larger than {path!r}, which maps {layer.in_features} to {layer.out_features} features.",
             f"Lower `r` to {largest} or exclude the layer with exclude_modules=[{path!r}].",
         )
     if reason := layer.refusal(r, options):
-        raise error(ctx, "target_modules", path, f"{path!r} {reason}.", f"Exclude it with exclude_modules=[{path!r}].")
+        raise ctx.option_error(
+            "target_modules", path, f"{path!r} {reason}.", f"Exclude it with exclude_modules=[{path!r}]."
+        )
 
 
 def _check_ties(target: Target, params: tx.Parameters, ctx: tx.Context) -> None:
@@ -142,8 +140,7 @@ def _check_ties(target: Target, params: tx.Parameters, ctx: tx.Context) -> None:
     """
     for path in other_owners(target.weight, target.modules, params):
         if type(layer_of(ctx.module.get_submodule(path))) is type(target.layer):
-            raise error(
-                ctx,
+            raise ctx.option_error(
                 "target_modules",
                 path,
                 f"{target.modules[0]!r} and {path!r} share one weight, but only {target.modules[0]!r} is to get an "

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 import thunder_xform as tx
-from thunder_xform_lora._patterns import error, resembling, to_save
+from thunder_xform.patterns import resembling
+from thunder_xform_lora._patterns import to_save
 from thunder_xform_lora._target import Target
 from thunder_xform_lora.options import Options
 
@@ -59,7 +60,7 @@ def find_trained(
         if params.tensor(name).is_meta:
             problem = f"{name!r} is to train, but is on the meta device and has no data to start from."
             option = "modules_to_save" if saved else "bias"
-            raise error(ctx, option, getattr(options, option), problem, "Load the model's weights first.")
+            raise ctx.option_error(option, getattr(options, option), problem, "Load the model's weights first.")
     return tuple(found.values())
 
 
@@ -69,12 +70,12 @@ def _saved_modules(options: Options, ctx: tx.Context) -> tuple[str, ...]:
         if not any(path.endswith(name) for path in modules if path):
             problem = f"`modules_to_save` {name!r} matches no module of {type(ctx.module).__name__}."
             told = ", ".join(map(repr, resembling(name, [path for path in modules if path])))
-            raise error(ctx, "modules_to_save", name, problem, f"Closest names: {told}.")
+            raise ctx.option_error("modules_to_save", name, problem, f"Closest names: {told}.")
     found = [path for path in modules if path and to_save(options, path)]
     for path in found:
         if buffers := [name for name, _ in modules[path].named_buffers()]:
             problem = f"`modules_to_save` matches {path!r}, which has the buffer {buffers[0]!r}."
-            raise error(ctx, "modules_to_save", path, problem, "Only modules without buffers can train whole.")
+            raise ctx.option_error("modules_to_save", path, problem, "Only modules without buffers can train whole.")
     return tuple(found)
 
 
@@ -86,10 +87,12 @@ def _owner(name: str, saved: Iterable[str]) -> str | None:
 def _check_copied(name: str, owners: dict[str, str | None], params: tx.Parameters, ctx: tx.Context) -> None:
     if outside := [alias for alias, owner in owners.items() if owner is None]:
         problem = f"`modules_to_save` covers {name!r}, which is one tensor with {outside[0]!r}, but not that."
-        raise error(ctx, "modules_to_save", name, problem, "Name both modules: they train one copy; or untie them.")
+        raise ctx.option_error(
+            "modules_to_save", name, problem, "Name both modules: they train one copy; or untie them."
+        )
     if (layout := params.version(name).layout) != "dense":
         problem = f"`modules_to_save` covers {name!r}, which is stored as {layout!r} and cannot train."
-        raise error(ctx, "modules_to_save", name, problem, "Leave that module out of quantization.")
+        raise ctx.option_error("modules_to_save", name, problem, "Leave that module out of quantization.")
 
 
 def _is_bias(options: Options, name: str, adapted: Iterable[str]) -> bool:

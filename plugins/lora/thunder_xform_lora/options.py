@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from thunder_xform.patterns import normalized
+
 #: The value of ``target_modules`` that stands for every linear layer but a language model's output layer.
 ALL_LINEAR = "all-linear"
 #: The name of the first adapter, as in PEFT.
@@ -83,8 +85,8 @@ class Options:
                 if not accepts(value):
                     raise ValueError(f"`{option}` has {value!r} for {pattern!r}, but {wanted}")
         if self.exclude_modules is not None:
-            object.__setattr__(self, "exclude_modules", _pattern("exclude_modules", self.exclude_modules))
-        object.__setattr__(self, "target_modules", _pattern("target_modules", self.target_modules))
+            object.__setattr__(self, "exclude_modules", normalized("exclude_modules", self.exclude_modules))
+        object.__setattr__(self, "target_modules", normalized("target_modules", self.target_modules))
         if not self.target_modules:
             raise ValueError(f"`target_modules` is empty; name layers or write {ALL_LINEAR!r}")
         for option, choices in _CHOICES.items():
@@ -183,20 +185,3 @@ def _check_expression(option: str, pattern: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _pattern(option: str, value: str | Sequence[str]) -> str | tuple[str, ...]:
-    """A regular expression as it is, names as a tuple."""
-    if not isinstance(value, str):
-        names = tuple(value)
-        if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"`{option}` is {value!r}, but it is a regular expression or a list of names")
-        return names
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(
-            f"`{option}` is {value!r}, which as text is a regular expression, but not a valid one ({error}); "
-            f"write a list for names"
-        ) from None
-    return value

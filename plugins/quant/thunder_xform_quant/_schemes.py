@@ -28,13 +28,12 @@ def find_scheme(options: Options, ctx: tx.Context) -> Scheme:
     for name, value in given.items():
         if name not in taken:
             problem = f"Scheme {options.scheme!r} takes no `{name}`, but it is {value!r}."
-            raise _error(ctx, name, value, problem, f"Leave out `{name}`.")
+            raise ctx.option_error(name, value, problem, f"Leave out `{name}`.")
     try:
         scheme = make(**given)
     except ModuleNotFoundError as error:
         extra = "thunder-xform-quant[bitsandbytes]" if error.name == "bitsandbytes" else error.name
-        raise _error(
-            ctx,
+        raise ctx.option_error(
             "scheme",
             options.scheme,
             f"Scheme {options.scheme!r} needs {error.name}, which is not installed.",
@@ -43,10 +42,10 @@ def find_scheme(options: Options, ctx: tx.Context) -> Scheme:
     except ValueError as error:
         name = next((name for name in given if f"`{name}`" in str(error)), "scheme")
         value = given.get(name, options.scheme)
-        raise _error(ctx, name, value, f"{error}.", "Correct the option.") from error
+        raise ctx.option_error(name, value, f"{error}.", "Correct the option.") from error
     if not isinstance(scheme, Scheme):
         problem = f"`scheme` {options.scheme!r} made a {type(scheme).__name__}, which is no Scheme."
-        raise _error(ctx, "scheme", options.scheme, problem, "Subclass thunder_xform_quant.Scheme.")
+        raise ctx.option_error("scheme", options.scheme, problem, "Subclass thunder_xform_quant.Scheme.")
     return scheme
 
 
@@ -57,11 +56,10 @@ def _offered(name: str, ctx: tx.Context) -> Callable[..., object]:
         for offered, make in getattr(instance, "quant_schemes", {}).items():
             if offered in known:
                 problem = f"The scheme {offered!r} of plugin {plugin!r} is one of {known[offered][1]!r}, too."
-                raise _error(ctx, "scheme", name, problem, "Rename it, or leave out one of the plugins.")
+                raise ctx.option_error("scheme", name, problem, "Rename it, or leave out one of the plugins.")
             known[offered] = (make, plugin)
     if name not in known:
-        raise _error(
-            ctx,
+        raise ctx.option_error(
             "scheme",
             name,
             f"There is no scheme {name!r}.{tx.errors.closest(name, known)}",
@@ -77,14 +75,8 @@ def _imported(path: str, ctx: tx.Context) -> Callable[..., object]:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         problem = f"The scheme {path!r} cannot be imported ({error})."
-        raise _error(ctx, "scheme", path, problem, "Write an importable 'module:Class'.") from error
+        raise ctx.option_error("scheme", path, problem, "Write an importable 'module:Class'.") from error
     if not (isinstance(found, type) and issubclass(found, Scheme)):
         problem = f"The scheme {path!r} is no subclass of thunder_xform_quant.Scheme."
-        raise _error(ctx, "scheme", path, problem, "Name a subclass of it.")
+        raise ctx.option_error("scheme", path, problem, "Name a subclass of it.")
     return found
-
-
-def _error(ctx: tx.Context, option: str, value: object, problem: str, remedy: str) -> tx.errors.OptionError:
-    return tx.errors.OptionError(
-        problem, remedy, plugin=ctx.plugin, distribution=ctx.distribution, option=option, value=repr(value)
-    )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Sequence
 
 import torch
 
 import thunder_xform as tx
+from thunder_xform.patterns import check, matches
 from thunder_xform_quant.options import ALL_LINEAR, SKIPPED, Options
-
-Pattern = str | Sequence[str]
 
 
 def find_weights(options: Options, params: tx.Parameters, ctx: tx.Context) -> tuple[str, ...]:
@@ -33,8 +30,7 @@ def find_weights(options: Options, params: tx.Parameters, ctx: tx.Context) -> tu
             if wanted == ALL_LINEAR and not isinstance(ctx.module.get_submodule(other), torch.nn.Linear):
                 by_weight.pop(weight, None)
                 continue
-            raise _error(
-                ctx,
+            raise ctx.option_error(
                 "target_modules",
                 wanted,
                 f"{paths[0]!r} and {other!r} share one weight, but only {paths[0]!r} is to be quantized.",
@@ -51,23 +47,22 @@ def _select(options: Options, ctx: tx.Context) -> list[str]:
     linear = {path: module for path, module in modules.items() if isinstance(module, torch.nn.Linear)}
     wanted, excluded = options.target_modules, options.exclude_modules or ()
     if excluded != SKIPPED:
-        _check_patterns("exclude_modules", excluded, modules, linear, ctx)
+        check("exclude_modules", excluded, [ALL_LINEAR, *linear], ctx)
     if wanted == ALL_LINEAR:
         getter = getattr(ctx.module, "get_output_embeddings", None)
         head = getter() if callable(getter) else None
         found = [path for path, module in linear.items() if module is not head]
     else:
-        _check_patterns("target_modules", wanted, modules, linear, ctx)
-        found = [path for path in modules if _matches(wanted, path)]
-    kept = [path for path in found if not _matches(excluded, path)]
+        check("target_modules", wanted, [ALL_LINEAR, *linear], ctx)
+        found = [path for path in modules if matches(wanted, path)]
+    kept = [path for path in found if not matches(excluded, path)]
     if not kept:
         problem = f"{type(ctx.module).__name__} has no torch.nn.Linear that `target_modules` {wanted!r}"
         problem += f" and `exclude_modules` {excluded!r} choose."
-        raise _error(ctx, "target_modules", wanted, problem, "Choose others, or leave out 'quant'.")
+        raise ctx.option_error("target_modules", wanted, problem, "Choose others, or leave out 'quant'.")
     for path in kept:
         if path not in linear:
-            raise _error(
-                ctx,
+            raise ctx.option_error(
                 "target_modules",
                 wanted,
                 f"`target_modules` {wanted!r} matches {path!r} of type {type(modules[path]).__name__}, but only "
@@ -77,37 +72,11 @@ def _select(options: Options, ctx: tx.Context) -> list[str]:
     return kept
 
 
-def _matches(pattern: Pattern, path: str) -> bool:
-    """Whether a module's name matches, by the rule of PEFT: a text is a regular expression for the whole name, a
-    list holds names and dotted suffixes.
-    """
-    if isinstance(pattern, str):
-        return re.fullmatch(pattern, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in pattern)
-
-
-def _check_patterns(
-    option: str,
-    pattern: Pattern,
-    modules: dict[str, torch.nn.Module],
-    linear: dict[str, torch.nn.Linear],
-    ctx: tx.Context,
-) -> None:
-    """Refuse a pattern that matches no module at all: it is most likely misspelt."""
-    for part in [pattern] if isinstance(pattern, str) else [(name,) for name in pattern]:
-        if not any(_matches(part, path) for path in modules):
-            text = part if isinstance(part, str) else part[0]
-            names = dict.fromkeys([ALL_LINEAR, *(path.rpartition(".")[2] for path in linear), *linear])
-            near = difflib.get_close_matches(text, names, n=5, cutoff=0.5) or list(names)[:5]
-            problem = f"`{option}` {text!r} matches no module of {type(ctx.module).__name__}."
-            raise _error(ctx, option, text, problem, f"Closest names: {', '.join(map(repr, near))}.")
-
-
 def _weight_of(path: str, params: tx.Parameters, ctx: tx.Context) -> str:
     name = f"{path}.weight" if path else "weight"
     if name not in params or params.version(name).kind != "parameter":
         problem = f"The weight of {path!r} is no parameter, but computed from others."
-        raise _error(ctx, "target_modules", path, problem, f"Set exclude_modules=[{path!r}].")
+        raise ctx.option_error("target_modules", path, problem, f"Set exclude_modules=[{path!r}].")
     return params.canonical(name)
 
 
@@ -137,9 +106,3 @@ def _check_values(name: str, params: tx.Parameters, ctx: tx.Context) -> None:
 def _other_owners(weight: str, paths: Sequence[str], params: tx.Parameters) -> list[str]:
     owners = (name.rpartition(".")[0] for name in params.aliases(weight))
     return [path for path in owners if path not in paths]
-
-
-def _error(ctx: tx.Context, option: str, value: object, problem: str, remedy: str) -> tx.errors.OptionError:
-    return tx.errors.OptionError(
-        problem, remedy, plugin=ctx.plugin, distribution=ctx.distribution, option=option, value=repr(value)
-    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from thunder_xform.patterns import normalized
 
 #: The value of ``target_modules`` that stands for every linear layer but a language model's output layer.
 ALL_LINEAR = "all-linear"
@@ -39,25 +40,8 @@ class Options:
             raise ValueError("`scheme` is empty; name one, such as 'nf4' or 'int8'")
         if self.compute_dtype not in (None, *_DTYPES):
             raise ValueError(f"`compute_dtype` is {self.compute_dtype!r}; it is one of {', '.join(_DTYPES)}")
-        object.__setattr__(self, "target_modules", _pattern("target_modules", self.target_modules))
+        object.__setattr__(self, "target_modules", normalized("target_modules", self.target_modules))
         if self.exclude_modules is not None:
-            object.__setattr__(self, "exclude_modules", _pattern("exclude_modules", self.exclude_modules))
+            object.__setattr__(self, "exclude_modules", normalized("exclude_modules", self.exclude_modules))
         if not self.target_modules:
             raise ValueError(f"`target_modules` is empty; name layers or write {ALL_LINEAR!r}")
-
-
-def _pattern(option: str, value: str | Sequence[str]) -> str | tuple[str, ...]:
-    """A regular expression as it is, names as a tuple."""
-    if not isinstance(value, str):
-        names = tuple(value)
-        if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"`{option}` is {value!r}, but it is a regular expression or a list of names")
-        return names
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ValueError(
-            f"`{option}` is {value!r}, which as text is a regular expression, but not a valid one ({error}); "
-            f"write a list for names"
-        ) from None
-    return value
