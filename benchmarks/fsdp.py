@@ -2,6 +2,7 @@
 
     python benchmarks/fsdp.py                     # tokens/s: all variants in one launch, in turn, step by step
     python benchmarks/fsdp.py --memory            # memory: one launch a variant
+    python benchmarks/fsdp.py --device cuda --world 4 --layers 24 --width 2048 --window 1024   # NCCL, a GPU a rank
 
 Every variant trains the same GPT on the same tokens with AdamW, each with and without `no_sync` at the given gradient
 accumulation. Steps of all variants alternate, so a machine that slows down slows all of them; the ratios are taken step
@@ -41,7 +42,7 @@ class Job:
         self.unsynchronized = unsynchronized
         generator = torch.Generator().manual_seed(dist.get_rank())
         shape = (args.accumulation, args.batch, args.window + 1)
-        self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator)
+        self.tokens = torch.randint(0, args.vocabulary, shape, generator=generator).to(args.device)
 
     def step(self, no_sync: bool) -> None:
         last = len(self.tokens) - 1
@@ -65,7 +66,7 @@ def fsdp2(model: torch.nn.Module, zero: int, args: argparse.Namespace) -> Job:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=zero == 3)
@@ -87,7 +88,7 @@ def thunders_own(model: torch.nn.Module, zero: int, args: argparse.Namespace) ->
 
     jitted = thunder_fsdp(
         thunder.jit(model),
-        device=torch.device("cpu"),
+        device=next(model.parameters()).device,
         sharding_strategy=FSDPType.ZERO3 if zero == 3 else FSDPType.ZERO2,
         bucketing_strategy=FSDPBucketingStrategy.BLOCK,
     )
@@ -101,11 +102,17 @@ SETTINGS = [(zero, no_sync) for zero in (2, 3) for no_sync in (False, True)]
 def build(name: str, zero: int, args: argparse.Namespace) -> Job:
     torch.manual_seed(0)
     config = Config(args.vocabulary, args.window, args.layers, args.heads, args.width, tied=False)
-    return VARIANTS[name](GPT(config), zero, args)
+    return VARIANTS[name](GPT(config).to(args.device), zero, args)
 
 
 def label(name: str, zero: int, no_sync: bool) -> str:
     return f"{name} zero {zero}{' no_sync' if no_sync else ''}"
+
+
+def meet(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
 
 
 def measure_speed(rank: int, args: argparse.Namespace) -> None:
@@ -114,10 +121,10 @@ def measure_speed(rank: int, args: argparse.Namespace) -> None:
     for number in range(args.warmup + args.steps):
         for zero, no_sync in SETTINGS:
             for name in args.variants:
-                dist.barrier()
+                meet(args)
                 start = time.perf_counter()
                 jobs[name, zero].step(no_sync)
-                dist.barrier()
+                meet(args)
                 if number >= args.warmup:
                     seconds.setdefault((name, zero, no_sync), []).append(time.perf_counter() - start)
     if rank == 0:
@@ -148,24 +155,38 @@ def measure_memory(rank: int, args: argparse.Namespace) -> None:
 
     name, zero, no_sync = args.only
     job = build(name, zero, args)
-    parameters = sum(p.numel() for p in GPT(Config(args.vocabulary, args.window, args.layers, args.heads, args.width,
-                                                   tied=False)).parameters())
+    parameters = sum(
+        p.numel()
+        for p in GPT(Config(args.vocabulary, args.window, args.layers, args.heads, args.width, tied=False)).parameters()
+    )
     for _ in range(2):
         job.step(no_sync)
-    Path("/proc/self/clear_refs").write_text("5")
-    job.step(no_sync)
-    resident = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
-                    if line.startswith("VmHWM"))
+    resident = peak_memory(lambda: job.step(no_sync), args)
     with LiveBytes() as live:
         job.step(no_sync)
     if rank == 0:
         whole = parameters * 4
-        print(f"{label(name, zero, no_sync):28}{resident / 1024:10.0f} MiB   {live.peak / whole:8.2f} P", flush=True)
+        print(f"{label(name, zero, no_sync):28}{resident / 2**20:10.0f} MiB   {live.peak / whole:8.2f} P", flush=True)
+
+
+def peak_memory(step: Callable[[], None], args: argparse.Namespace) -> int:
+    """Largest number of bytes that the process (on a GPU: its allocator) holds during a step."""
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    step()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def run(rank: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.world)
+    if args.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=args.world)
     try:
         (measure_memory if args.only else measure_speed)(rank, args)
     finally:
@@ -180,10 +201,21 @@ def launch(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {
-        "layers": 6, "width": 512, "heads": 8, "vocabulary": 8192, "window": 64, "batch": 2, "accumulation": 4,
-        "world": 2, "threads": 1, "steps": 7, "warmup": 1, "prefetch": 1,
+        "layers": 6,
+        "width": 512,
+        "heads": 8,
+        "vocabulary": 8192,
+        "window": 64,
+        "batch": 2,
+        "accumulation": 4,
+        "world": 2,
+        "threads": 1,
+        "steps": 7,
+        "warmup": 1,
+        "prefetch": 1,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--memory", action="store_true", help="peak resident and live bytes, a launch a variant")
     parser.add_argument("--torchcompile", action="store_true", help="the plugin's variants use executor torchcompile")
@@ -192,7 +224,7 @@ def main() -> None:
     if not args.memory:
         launch(args)
         return
-    print(f"{'':28}{'peak RSS':>14}   {'peak live':>10}   (P = bytes of all parameters)")
+    print(f"{'':28}{'peak memory':>14}   {'peak live':>10}   (P = bytes of all parameters)")
     for zero, no_sync in SETTINGS:
         for name in args.variants:
             args.only = (name, zero, no_sync)

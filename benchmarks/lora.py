@@ -102,8 +102,16 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {
-        "layers": 4, "width": 256, "heads": 4, "vocabulary": 1024, "window": 128, "batch": 4, "rank": 8,
-        "threads": 1, "steps": 15, "warmup": 2,
+        "layers": 4,
+        "width": 256,
+        "heads": 4,
+        "vocabulary": 1024,
+        "window": 128,
+        "batch": 4,
+        "rank": 8,
+        "threads": 1,
+        "steps": 15,
+        "warmup": 2,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--quant", choices=["nf4"], default=None, help="add variants whose base weights have four bits")
