@@ -282,6 +282,8 @@ def test_adapters_of_their_own_options_resume(tmp_path):
     ("adapters", "problem"),
     [
         ({"a": {"r": 0}}, "of the options that `adapters` gives 'a', `r` is 0, but a rank is"),
+        ({"a": {"r": 4.0}}, "gives 'a', `r` is 4.0, but a rank is a whole number"),
+        ({"a": {"target_modules": 5}}, "of the options that `adapters` gives 'a', 'int' object is not iterable"),
         ({"a": {}, "b": {"bias": "some"}}, "`adapters` gives 'b', `bias` is 'some', but it is 'none' or 'all' or"),
         ({"a": {"use_dora": 1}}, "`use_dora` is 1, but it is True or False"),
         ({"a": {"rnk": 1, "use_dors": True}}, "gives 'a' the option 'rnk', which there is not"),

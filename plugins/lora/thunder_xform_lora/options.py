@@ -112,7 +112,7 @@ class Options:
                 raise ValueError(f"`adapters` gives {name!r} the option {unknown[0]!r}, which there is not{hint}")
             try:
                 replace(self, adapters=(name,), **options)
-            except ValueError as error:
+            except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"of the options that `adapters` gives {name!r}, {error}") from None
         object.__setattr__(self, "adapters", {name: dict(own[name]) for name in own} or names)
         if len(names) > 1 and any(each.init_lora_weights == "pissa" for each in self.each.values()):
@@ -169,7 +169,7 @@ def fits(pattern: str, path: str) -> bool:
 
 
 def _is_rank(value: object) -> bool:
-    return isinstance(value, int | float) and _is_number(value) and value == int(value) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_scaling(value: object) -> bool:
