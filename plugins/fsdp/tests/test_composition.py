@@ -1,6 +1,7 @@
 """Sharding together with replication, adapters, executors and optimizers."""
 
 import contextlib
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from thunder_xform.testing.accumulation import (
 )
 
 TOLERANCE = 1e-6
+
+needs_ddp = pytest.mark.skipif(find_spec("thunder_xform_ddp") is None, reason="needs the plugin ddp")
+needs_lora = pytest.mark.skipif(find_spec("thunder_xform_lora") is None, reason="needs the plugin lora")
 
 
 def linear(module, x):
@@ -130,16 +134,19 @@ def hybrid(*cases):
     return errors
 
 
+@needs_ddp
 def test_two_ranks_that_replicate_or_shard(ranks):
     """U19: with and without no_sync, the norm of the gradient of the whole model, other branches."""
     small(ranks.run(hybrid, ((2, 1), 2), ((1, 2), 3)))
 
 
+@needs_ddp
 def test_two_replicas_of_two_shards(four_ranks):
     """U19."""
     small(four_ranks.run(hybrid, ((2, 2), 3)))
 
 
+@needs_ddp
 def test_one_group_for_both_is_refused_at_resolution():
     """U18."""
     with pytest.raises(tx.errors.ConflictError, match=r"'ddp' and 'fsdp'.*process_group"):
@@ -165,6 +172,7 @@ def same_ranks():
     return refused(lambda m: jit(m, ["fsdp", "ddp"], {"fsdp": {"process_group": a}, "ddp": {"process_group": b}}))
 
 
+@needs_ddp
 def test_two_groups_of_the_same_ranks_are_refused(ranks):
     """U18, where the options do not tell."""
     for kind, text in ranks.run(same_ranks):
@@ -180,6 +188,7 @@ def crooked():
     return refused(lambda m: jit(m, ["fsdp", "ddp"], options))
 
 
+@needs_ddp
 def test_groups_that_are_no_mesh_are_refused(four_ranks):
     """Ranks 0 and 1 share both groups; 2 and 3 learn of it through theirs."""
     for kind, text in four_ranks.run(crooked):
@@ -206,7 +215,13 @@ def disagree(what):
 
 
 @pytest.mark.parametrize(
-    ("what", "difference"), [("options", "zero"), ("plugins", "lora"), ("model", "extra.weight"), ("one rank", "units")]
+    ("what", "difference"),
+    [
+        ("options", "zero"),
+        pytest.param("plugins", "lora", marks=needs_lora),
+        ("model", "extra.weight"),
+        ("one rank", "units"),
+    ],
 )
 def test_ranks_that_disagree_are_told_before_anything_changes(ranks, what, difference):
     (kind, text), other = ranks.run(disagree, what)
@@ -304,6 +319,7 @@ def lora(names, fsdp, dropout):
     return errors
 
 
+@needs_lora
 @pytest.mark.parametrize(
     ("names", "fsdp", "dropout"),
     [
@@ -347,7 +363,11 @@ def fused(names, zero):
     return errors
 
 
-@pytest.mark.parametrize(("names", "zero"), [(["fsdp"], 2), (["fsdp"], 3), (["ddp"], None)], ids=str)
+@pytest.mark.parametrize(
+    ("names", "zero"),
+    [(["fsdp"], 2), (["fsdp"], 3), pytest.param(["ddp"], None, marks=needs_ddp)],
+    ids=str,
+)
 def test_fusing_executors_leave_collectives_alone(ranks, names, zero):
     """U24: equal numerics, and no collective inside a fusion."""
     small(ranks.run(fused, names, zero))

@@ -1,6 +1,11 @@
 """A lower precision on the wire of gathers is not one of checkpoints, nor of what packed weights consist of."""
 
+from importlib.util import find_spec
+
+import pytest
 import torch
+
+needs_quant = pytest.mark.skipif(find_spec("thunder_xform_quant") is None, reason="needs the plugin quant")
 
 
 def state(options):
@@ -20,6 +25,7 @@ def test_full_state_is_exact_whatever_travels_in_training(ranks):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@needs_quant
 def test_scales_of_packed_weights_are_not_rounded(ranks):
     quantized = {"quant": {"scheme": "int8"}, "fsdp": {"gather_dtype": "bfloat16"}}
     narrow = ranks.run(state, quantized)
@@ -43,6 +49,7 @@ def scales():
     return outputs
 
 
+@needs_quant
 def test_packed_weights_compute_the_same_whatever_travels(ranks):
     for wide, narrow in ranks.run(scales):
         torch.testing.assert_close(narrow, wide, rtol=0, atol=0)

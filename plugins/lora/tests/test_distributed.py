@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import thunder_xform as tx
 
+pytest.importorskip("thunder_xform_ddp", reason="needs the plugin ddp")
+
 R, ALPHA = 2, 3
 
 
@@ -262,6 +264,8 @@ def to_peft_and_back(names, folder, kind, targets):
 def test_peft_files_of_a_distributed_model(ranks, tmp_path, names, kind, targets):
     from peft import PeftModel
 
+    for name in names:
+        pytest.importorskip(f"thunder_xform_{name}", reason=f"needs the plugin {name}")
     results = ranks.run(to_peft_and_back, names, str(tmp_path), kind, targets)
     reference = PeftModel.from_pretrained(kind.seeded(), str(tmp_path))
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(3))

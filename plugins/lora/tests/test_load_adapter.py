@@ -1,6 +1,9 @@
 """A file that one rank cannot read stops all ranks, and changes nothing."""
 
+import pytest
 import torch
+
+pytest.importorskip("thunder_xform_ddp", reason="needs the plugin ddp")
 
 
 def load(folder):

@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 import thunder_xform as tx
 
+for _plugin in ("ddp", "fsdp", "lora"):
+    pytest.importorskip(f"thunder_xform_{_plugin}", reason=f"needs the plugin {_plugin}")
+
 TOLERANCE = {"atol": 1e-6, "rtol": 1e-5}
 SCALING = 2.0
 

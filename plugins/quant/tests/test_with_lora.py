@@ -11,6 +11,8 @@ from torch import nn
 
 import thunder_xform as tx
 
+pytest.importorskip("thunder_xform_lora", reason="needs the plugin lora")
+
 NAMES = ("up", "down")
 LORA = {"r": 4, "lora_alpha": 12, "target_modules": ["up", "down"]}
 
