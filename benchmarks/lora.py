@@ -1,9 +1,13 @@
 """LoRA: this project's `lora` plugin against PEFT, on one job, with float32 and with nf4 base weights.
 
-    python benchmarks/lora.py                # tokens/s and peak memory, float32 base
-    python benchmarks/lora.py --quant nf4    # both bases; bitsandbytes under PEFT, the `quant` plugin here
+    python benchmarks/lora.py                     # tokens/s and peak memory, float32 base
+    python benchmarks/lora.py --quant nf4         # both bases; bitsandbytes under PEFT, the `quant` plugin here
+    python benchmarks/lora.py --torchcompile      # also through torch's Inductor, which the memory cannot be seen of
 
 Both train the same GPT on the same tokens with AdamW, from the same adapters; the losses that they reach are printed.
+With `--torchcompile` each runs through torch's Inductor, too: PEFT under `torch.compile`, the plugin with Thunder's
+executors `sdpa` and `torchcompile`. Without them Thunder takes attention and activations apart into small operators on
+CPU, plugin or not.
 Steps of all variants alternate, so a machine that slows down slows all of them; the ratios are taken step by step
 against PEFT on the same base and printed as median [quartiles]. Memory is the peak of live tensors in one step, with
 those of the model, its adapters and the optimizer; it does not depend on the allocator.
@@ -33,6 +37,8 @@ from thunder_xform_lora import load_peft
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT, Config
+
+EXECUTORS = {"plugin": None, "plugin, Inductor": ["sdpa", "torchcompile"]}
 
 
 class Job:
@@ -89,9 +95,15 @@ def jobs(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Job]:
     request = {"lora": options}
     if base == "nf4":
         request["quant"] = {"scheme": "nf4", "exclude_modules": ["head"], "release_originals": True}
-    compiled = thunder.jit(model, transforms=tx.registry.resolve(list(request), options=request))
-    load_peft(tx.handle(compiled), folder)
-    return {"PEFT": Job(reference, tokens), "plugin": Job(compiled, tokens)}
+    found = {"PEFT": Job(reference, tokens)}
+    if args.torchcompile:
+        found["PEFT, Inductor"] = Job(torch.compile(copy.deepcopy(reference)), tokens)
+    for name, executors in EXECUTORS.items() if args.torchcompile else [("plugin", None)]:
+        pipeline = tx.registry.resolve(list(request), options=request)
+        compiled = thunder.jit(copy.deepcopy(model), transforms=pipeline, executors=executors)
+        load_peft(tx.handle(compiled), folder)
+        found[name] = Job(compiled, tokens)
+    return found
 
 
 def spread(values: list[float]) -> str:
@@ -115,6 +127,7 @@ def main() -> None:
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--quant", choices=["nf4"], default=None, help="add variants whose base weights have four bits")
+    parser.add_argument("--torchcompile", action="store_true", help="add variants that run through torch's Inductor")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(args.threads)
@@ -130,13 +143,14 @@ def main() -> None:
             losses[variant] = job.step()
             if number >= args.warmup:
                 seconds[variant].append(time.perf_counter() - start)
-    print(f"{'base':10}{'variant':10}{'tokens/s':>10}   {'ratio to PEFT':24}{'peak':>10}   loss")
+    print(f"{'base':10}{'variant':18}{'tokens/s':>10}   {'ratio to PEFT':24}{'peak':>10}   loss")
     for (base, name), job in variants.items():
         spent = seconds[base, name]
         ratios = [theirs / ours for ours, theirs in zip(spent, seconds[base, "PEFT"], strict=True)]
         speed = args.batch * args.window / statistics.median(spent)
         loss = losses[base, name]
-        print(f"{base:10}{name:10}{speed:10.0f}   {spread(ratios):24}{job.peak() / 2**20:6.1f} MiB   {loss:.6f}")
+        peak = "" if name.endswith("Inductor") else f"{job.peak() / 2**20:.1f} MiB"
+        print(f"{base:10}{name:18}{speed:10.0f}   {spread(ratios):24}{peak:>10}   {loss:.6f}")
 
 
 if __name__ == "__main__":
