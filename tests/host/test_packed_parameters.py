@@ -124,6 +124,16 @@ def test_later_plugins_find_linear_layers_and_their_weights_whatever_stands_for_
     assert (bias.shape, none) == ((6,), None)
 
 
+def test_under_autocast_linear_layers_apply_their_weights_after_a_cast():
+    torch.manual_seed(1)
+    doubled, x = Doubled(None), torch.randn(5, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = thunder.jit(frozen(Net), transforms=pipeline_of(packed=Packed(), doubled=doubled))(x)
+        expected = frozen(DoubledNet)(x)
+    assert [name for name, _ in doubled.seen] == ["up.weight", "down.weight"]
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=2e-2)
+
+
 @pytest.mark.parametrize(("returned", "message"), [(0, "1 tensors stand for"), (2, "3 tensors stand for")])
 def test_a_restoration_returns_one_tensor_or_none_for_each_name(returned, message):
     with pytest.raises(PipelineError, match=message):

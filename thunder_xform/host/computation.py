@@ -56,9 +56,11 @@ class Computation:
 
     def operations(self) -> Iterator[Operation]:
         """All operator calls, in order, without unpacking and return."""
+        table = self._table.copy()
         for bsym in self._trace.bound_symbols:
             if bsym.sym.id not in (UNPACK, RETURN):
-                yield Operation(bsym, self._table)
+                table.follow(bsym)
+                yield Operation(bsym, table)
 
     def rewrite(self, which: str | Callable[[Operation], bool], fn: Rewrite) -> Computation:
         """Replace operator calls.

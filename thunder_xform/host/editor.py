@@ -112,6 +112,7 @@ class Editor:
                     ]
                     last = bsym.from_bsym(args=({**swapped, "flat_args": now},))
                     continue
+                self.table.follow(bsym)
                 if not visit(bsym.from_bsym_swap_proxies(self._swaps, skip_output=True), self):
                     self._emitted.append(bsym.from_bsym_swap_proxies(self._swaps, skip_output=True))
             return self.table.close(self.trace, self._emitted, last, self._source.args)

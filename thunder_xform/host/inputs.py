@@ -57,8 +57,14 @@ class InputTable:
         )
 
     def name_of(self, proxy: TensorProxy) -> str | None:
-        """The parameter whose value or stored tensor ``proxy`` is."""
+        """The parameter whose value or stored tensor ``proxy`` is, or is after a cast."""
         return self._names.get(proxy.name)
+
+    def follow(self, bsym: BoundSymbol) -> None:
+        """Take what casts a parameter for that parameter: autocast puts a cast before the operator that applies it."""
+        source = bsym.args[0] if bsym.sym.id == prims.PrimIDs.CONVERT_ELEMENT_TYPE else None
+        if isinstance(source, TensorProxy) and (name := self.name_of(source)):
+            self._names[bsym.output.name] = name
 
     def current(self, name: str) -> TensorProxy:
         """The value that the model's operators read for a parameter of the trace."""
@@ -141,9 +147,7 @@ class InputTable:
         """What the ledger says of each input."""
         return {name: self.version(name) for name in self._stored}
 
-    def close(
-        self, trace: TraceCtx, body: Sequence[BoundSymbol], last: BoundSymbol, taken: Sequence[Any]
-    ) -> TraceCtx:
+    def close(self, trace: TraceCtx, body: Sequence[BoundSymbol], last: BoundSymbol, taken: Sequence[Any]) -> TraceCtx:
         """Write arguments, unpacking and flat_args of ``trace`` around ``body`` and its return ``last``.
 
         ``last`` comes from a trace with the arguments ``taken``. Where its flat_args name another proxy for one,

@@ -66,7 +66,7 @@ class Operation:
         return _LINEAR.get(self.name, (None, None)) if known is None else (known.linear_weight, known.linear_bias)
 
     def parameter(self, index: int) -> str | None:
-        """Name of the parameter passed as argument ``index``, or None if that is not one."""
+        """Name of the parameter passed as argument ``index``, cast or as it is, or None if that is not one."""
         argument = self.args[index] if index < len(self.args) else None
         return self._table.name_of(argument) if isinstance(argument, TensorProxy) else None
 

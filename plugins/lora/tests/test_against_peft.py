@@ -102,6 +102,43 @@ def test_half_precision_base_has_float32_adapters(jit, peft_of, dtype):
             torch.testing.assert_close(parameter.grad, wanted, atol=atol, rtol=0)
 
 
+class Mixed(nn.Module):
+    """Every kind of layer but transformers' Conv1D: Thunder cannot compile that under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.line = nn.Conv1d(8, 8, 3, padding=1)
+        self.plane = nn.Conv2d(1, 1, 3, padding="same", bias=False)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, tokens):
+        x = self.plane(torch.tanh(self.line(self.tokens(tokens).mT))[:, None])[:, 0].mT
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_autocast(jit, peft_of, dora):
+    model, tokens = Mixed(), torch.randint(0, 11, (3, 4))
+    names = [name for name, _ in model.named_children()]
+    options = {"r": 1, "target_modules": names, "use_dora": dora}
+    compiled = jit(model, **options)
+    reference = peft_of(model, compiled, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = compiled(tokens), reference(tokens)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
+    ours.float().sin().sum().backward()
+    theirs.float().sin().sum().backward()
+    for name, parameter in compiled.named_parameters():
+        if parameter.requires_grad:
+            wanted = reference.get_parameter(f"base_model.model.{name}").grad
+            assert parameter.grad.dtype == torch.float32
+            # A few roundings of the largest element; eager PyTorch rounds at other places.
+            atol = 8 * 2**-8 * wanted.abs().max().item()
+            torch.testing.assert_close(parameter.grad, wanted, atol=atol, rtol=0)
+
+
 def test_new_adapters_change_nothing_and_are_initialized_like_a_linear_layer(jit):
     import thunder
 

@@ -11,6 +11,9 @@ import thunder_xform as tx
 from thunder_xform_lora._layer import Layer
 from thunder_xform_lora.options import Options
 
+#: What Thunder's autocast makes of all convolutions.
+_PRIMITIVE = "convolution"
+
 
 class Convolution(Layer):
     """A convolution: A is one of the same kernel, stride and padding to r channels, B one of kernel 1 from there.
@@ -19,8 +22,9 @@ class Convolution(Layer):
     alone.
     """
 
-    #: name of the operator
+    #: name of the operator, and how many dimensions a kernel has
     name: ClassVar[str]
+    dims: ClassVar[int]
 
     def __init__(self, module: torch.nn.modules.conv._ConvNd) -> None:
         super().__init__(module.in_channels, module.out_channels, tuple(module.weight.shape))
@@ -32,7 +36,11 @@ class Convolution(Layer):
 
     @classmethod
     def weight_of(cls, operation: tx.Operation) -> str | None:
-        return operation.parameter(1) if operation.name == cls.name and operation.operator is None else None
+        fits = operation.operator is None and (
+            operation.name == cls.name
+            or (operation.name == _PRIMITIVE and not operation.args[6] and operation.args[1].ndim == cls.dims + 2)
+        )
+        return operation.parameter(1) if fits else None
 
     @property
     def largest_rank(self) -> int:
@@ -59,11 +67,11 @@ class Convolution(Layer):
 
     def output(self, operation: tx.Operation, x: Any, a: Any, b: Any) -> Any:
         convolve = getattr(tx.ops, self.name)
-        _, _, _, stride, padding, _, groups = operation.args
+        stride, padding, _, groups = _settings(operation)
         return convolve(convolve(x, a, None, stride, padding), b, groups=groups)
 
     def plain(self, operation: tx.Operation, x: Any, weight: Any) -> Any:
-        return getattr(tx.ops, self.name)(x, weight, None, *operation.args[3:])
+        return getattr(tx.ops, self.name)(x, weight, None, *_settings(operation))
 
     def spread(self, features: Any) -> Any:
         return tx.ops.reshape(features, (self.out_features, *[1] * len(self._kernel)))
@@ -75,10 +83,17 @@ class Convolution(Layer):
         return super().lengths(weight).reshape(1, self.out_features, *[1] * len(self._kernel))
 
 
+def _settings(operation: tx.Operation) -> tuple[Any, Any, Any, int]:
+    """Stride, padding, dilation and groups of a call."""
+    stride, padding, dilation, *_, groups = operation.args[3:]
+    return stride, padding, dilation, groups
+
+
 class Conv1d(Convolution):
     """``torch.nn.Conv1d``."""
 
     name = "conv1d"
+    dims = 1
     function = "torch.nn.functional.conv1d"
 
 
@@ -86,6 +101,7 @@ class Conv2d(Convolution):
     """``torch.nn.Conv2d``."""
 
     name = "conv2d"
+    dims = 2
     function = "torch.nn.functional.conv2d"
 
 
@@ -93,4 +109,5 @@ class Conv3d(Convolution):
     """``torch.nn.Conv3d``."""
 
     name = "conv3d"
+    dims = 3
     function = "torch.nn.functional.conv3d"

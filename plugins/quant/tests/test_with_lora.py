@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import thunder
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -120,6 +121,25 @@ def test_twenty_steps_of_adamw_equal_peft(jit, on_peft, request_, scheme, double
     plain = Net()
     plain.load_state_dict(handle.state_dict())
     torch.testing.assert_close(plain(tokens), peft(tokens), atol=1e-5, rtol=5e-5)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_autocast(jit, on_peft, dora):
+    model, tokens = Net(), torch.randint(0, 11, (4, 9))
+    peft, theirs = on_peft(model, "nf4", True, use_dora=dora)
+    quant = {"scheme": "nf4", "double_quant": True}
+    compiled = jit(model, "quant", "lora", lora={**LORA, "use_dora": dora}, quant=quant)
+    handle = tx.handle(compiled)
+    handle.load_state_dict({name: p.detach().clone() for name, p in theirs.items()}, kind="adapter")
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = compiled(tokens), peft(tokens)
+    assert "quant_linear" in str(thunder.last_traces(compiled)[-1]), "the layers multiply packed weights"
+    torch.testing.assert_close(*outputs, atol=2e-2, rtol=2e-2)
+    for out in outputs:
+        out.float().sin().mean().backward()
+    for name, parameter in theirs.items():
+        atol = 2e-2 * parameter.grad.abs().max().item()
+        torch.testing.assert_close(handle.parameters[name].grad, parameter.grad, atol=atol, rtol=0)
 
 
 def test_dora_with_dropout_reads_the_dequantized_weight(jit):
