@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from thunder_xform.testing import Traffic
+from thunder_xform.testing import RankPool, Traffic
 
 STEPS, ACCUMULATION = 3, 2
 
@@ -23,11 +23,13 @@ def data(rank):
     return [(torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)) for _ in range(count)]
 
 
-def plain(clip=None):
+def plain(clip=None, resumed=False):
+    """Weights after an epoch of two ranks, and one more of the first rank alone if it is ``resumed``."""
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for call, batches in enumerate(zip(data(0), data(1), strict=True)):
-        sum(F.mse_loss(model(x), y) for x, y in batches).div(2 * ACCUMULATION).backward()
+    epochs = [*zip(data(0), data(1), strict=True), *(zip(data(0), strict=True) if resumed else ())]
+    for call, batches in enumerate(epochs):
+        sum(F.mse_loss(model(x), y) for x, y in batches).div(len(batches) * ACCUMULATION).backward()
         if (call + 1) % ACCUMULATION == 0:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -36,7 +38,7 @@ def plain(clip=None):
     return model.state_dict()
 
 
-def fit(name, folder, clip=None, own_clipping=True):
+def fit(name, folder, clip=None, own_clipping=True, resumed=False):
     import lightning as L
     import thunder
 
@@ -69,9 +71,9 @@ def fit(name, folder, clip=None, own_clipping=True):
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511", TORCHELASTIC_RUN_ID="test")
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=dist.get_world_size(),
         strategy=ThunderTrainerStrategy(),
-        max_epochs=1,
+        max_epochs=2 if resumed else 1,
         accumulate_grad_batches=ACCUMULATION,
         gradient_clip_val=clip,
         default_root_dir=folder,
@@ -84,10 +86,11 @@ def fit(name, folder, clip=None, own_clipping=True):
     module = (Clipping if own_clipping else Base)()
     try:
         with Traffic() as traffic:
-            trainer.fit(module, torch.utils.data.DataLoader(data(dist.get_rank()), batch_size=None))
+            loader = torch.utils.data.DataLoader(data(dist.get_rank()), batch_size=None)
+            trainer.fit(module, loader, ckpt_path=f"{folder}/end.ckpt" if resumed else None)
     except tx.errors.PipelineError as error:
         return str(error)
-    trainer.save_checkpoint(f"{folder}/end.ckpt")
+    trainer.save_checkpoint(f"{folder}/{'resumed' if resumed else 'end'}.ckpt")
     full = {key: value.clone() for key, value in tx.handle(module.net).state_dict().items()}
     return full, traffic.count("all_reduce" if name == "ddp" else "reduce_scatter")
 
@@ -105,6 +108,11 @@ def test_fit(ranks, name, tmp_path):
         torch.testing.assert_close(checkpoint["state_dict"][f"net.{key}"], tensor, atol=1e-6, rtol=0)
     moments = checkpoint["optimizer_states"][0]["state"]
     assert [tuple(moments[i]["exp_avg"].shape) for i in range(4)] == [tuple(p.shape) for p in expected.values()]
+    # Of two ranks' training, one goes on.
+    with RankPool(world_size=1) as one:
+        ((full, _),) = one.run(fit, name, tmp_path, clip=0.1, resumed=True)
+    for key, tensor in plain(clip=0.1, resumed=True).items():
+        torch.testing.assert_close(full[key], tensor, atol=1e-6, rtol=0)
 
 
 def test_clipping_by_a_part_of_the_gradient_is_refused(ranks, tmp_path):

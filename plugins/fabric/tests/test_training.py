@@ -121,7 +121,7 @@ def fit(fabric, model, optimizer, accumulation, *, step=loss_of, clip=None, clip
             losses.append(loss.item())
             counts.append(traffic.count("all_reduce", "reduce_scatter"))
         if clip is not None:
-            fabric.clip_gradients(model, optimizer, max_norm=clip)
+            fabric.clip_gradients(model, optimizer, max_norm=clip, error_if_nonfinite=False)
         if clip_value is not None:
             fabric.clip_gradients(model, optimizer, clip_val=clip_value)
         optimizer.step()
@@ -230,6 +230,7 @@ def train_in(kind, precision):
     fabric = fabric_on_this_rank(strategy_of(kind), precision=precision)
     with fabric.init_module():
         model = made()
+    model.load_state_dict(made().state_dict())  # Random numbers depend on the dtype in which they are drawn.
     model, optimizer = fabric.setup(model, optimizer_of(model.parameters()))
     dtype = next(model.parameters()).dtype
     losses, _ = fit(fabric, model, optimizer, 1)
@@ -237,7 +238,8 @@ def train_in(kind, precision):
 
 
 def plain_in(precision):
-    model = made().to(torch.bfloat16) if precision == "bf16-true" else made()
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
+    model = made().to(dtype)
     optimizer = optimizer_of(model.parameters())
     losses = [[], []]
     for ((per_rank),) in batches(1):
@@ -245,23 +247,72 @@ def plain_in(precision):
         for x, y in per_rank:
             context = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
             with context:
-                output = model(x.to(torch.bfloat16))
+                output = model(x.to(torch.bfloat16 if precision.startswith("bf16") else dtype))
             found.append(F.mse_loss(output.float(), y))
         sum(found).div(2).backward()
         for rank, loss in enumerate(found):
             losses[rank].append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, next(model.parameters()).dtype
+    return losses, dtype
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("ddp", "bf16-mixed"), ("fsdp", "bf16-mixed"), ("fsdp", "bf16-true")])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [("ddp", "bf16-mixed"), ("fsdp", "bf16-mixed"), ("fsdp", "bf16-true"), ("ddp", "64-true"), ("fsdp", "64-true")],
+)
 def test_precision_plugins(ranks, kind, precision):
     losses, dtype = plain_in(precision)
     results = ranks.run(train_in, kind, precision)
     # bfloat16 has 8 bits: rounding differs where Thunder fuses or reorders.
-    close([found for found, _ in results], losses, tolerance=0.03)
+    close([found for found, _ in results], losses, tolerance=1e-6 if precision == "64-true" else 0.03)
     assert {found for _, found in results} == {dtype}
+
+
+#: The first step overflows in float16, on which the scale falls to 2 ** 16.
+SCALE = {"init_scale": 2.0**22, "backoff_factor": 2.0**-6}
+
+
+def scaled(**scale):
+    """The precision "16-mixed", which Fabric by itself replaces by "bf16-mixed" on a CPU."""
+    from lightning.fabric.plugins.precision import MixedPrecision
+
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **scale))
+
+
+def train_scaled():
+    precision = scaled(**SCALE)
+    fabric = fabric_on_this_rank(strategy_of("ddp"), plugins=[precision])
+    model = made()
+    model, optimizer = fabric.setup(model, optimizer_of(model.parameters()))
+    losses, _ = fit(fabric, model, optimizer, 1, clip=0.05)
+    return losses, precision.scaler.get_scale(), fabric.strategy.get_module_state_dict(model._forward_module)
+
+
+def test_scaled_gradients(ranks):
+    """A step that overflows is skipped on all ranks; clipping sees what is unscaled."""
+    model, scaler = made(), torch.amp.GradScaler("cpu", **SCALE)
+    optimizer = optimizer_of(model.parameters())
+    losses = [[], []]
+    for ((per_rank),) in batches(1):
+        with torch.autocast("cpu", torch.float16):
+            outputs = [model(x) for x, _ in per_rank]
+        found = [F.mse_loss(output.float(), y) for output, (_, y) in zip(outputs, per_rank, strict=True)]
+        scaler.scale(sum(found) / 2).backward()
+        for rank, loss in enumerate(found):
+            losses[rank].append(loss.item())
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0**16
+    assert norm.isfinite()
+    results = ranks.run(train_scaled)
+    close([found for found, *_ in results], losses, tolerance=2e-3)
+    for _, scale, weights in results:
+        assert scale == 2.0**16
+        same_weights(weights, dict(model.state_dict()), tolerance=5e-3)
 
 
 def init_on_meta():
@@ -286,12 +337,6 @@ def test_meta_device_and_registered_name(ranks):
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
-
-
-def scaling():
-    from lightning.fabric.plugins.precision import MixedPrecision
-
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
 def refused():
@@ -331,8 +376,8 @@ def refused():
         "misspelt option", lambda: fabric_on_this_rank(strategy_of("fsdp", options={"fsdp": {"zer": 3}})).setup(made())
     )
     attempt("jit and executors", lambda: strategy_of("ddp", jit=False, executors=["torch"]))
-    scaled = fabric_on_this_rank(strategy_of("fsdp"), plugins=[scaling()])
-    attempt("scaled shards", lambda: scaled.setup(made()))
+    shards = fabric_on_this_rank(strategy_of("fsdp"), plugins=[scaled()])
+    attempt("scaled shards", lambda: shards.setup(made()))
     attempt("unknown argument", lambda: strategy_of("ddp", find_unused_parameters=True))
     model = fabric.setup(made())
     attempt("method past the transforms", lambda: model.predict(torch.randn(2, 4)))
