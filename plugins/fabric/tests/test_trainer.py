@@ -95,8 +95,14 @@ def fit(name, folder, clip=None, own_clipping=True, resumed=False):
     return full, traffic.count("all_reduce" if name == "ddp" else "reduce_scatter")
 
 
+@pytest.fixture(scope="module")
+def one():
+    with RankPool(world_size=1) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_fit(ranks, name, tmp_path):
+def test_fit(ranks, one, name, tmp_path):
     expected = plain(clip=0.1)
     for full, reductions in ranks.run(fit, name, tmp_path, clip=0.1):
         for key, tensor in expected.items():
@@ -109,8 +115,7 @@ def test_fit(ranks, name, tmp_path):
     moments = checkpoint["optimizer_states"][0]["state"]
     assert [tuple(moments[i]["exp_avg"].shape) for i in range(4)] == [tuple(p.shape) for p in expected.values()]
     # Of two ranks' training, one goes on.
-    with RankPool(world_size=1) as one:
-        ((full, _),) = one.run(fit, name, tmp_path, clip=0.1, resumed=True)
+    ((full, _),) = one.run(fit, name, tmp_path, clip=0.1, resumed=True)
     for key, tensor in plain(clip=0.1, resumed=True).items():
         torch.testing.assert_close(full[key], tensor, atol=1e-6, rtol=0)
 
