@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from thunder_xform.parallel.accumulation import accumulates
-from thunder_xform.parallel.exchange import DirectExchange, Exchange, PackedExchange
+from thunder_xform.parallel.exchange import exchange
 from thunder_xform.parallel.layout import ShardLayout
 
 
@@ -54,9 +54,7 @@ class ShardedBucket:
         self.rank = dist.get_rank(group)
         self.layout = ShardLayout(shapes, dist.get_world_size(group))
         self.gather_dtype = gather_dtype or dtype
-        direct = device.type == "cpu" and self.layout.world > 1
-        kind: type[Exchange] = DirectExchange if direct else PackedExchange
-        self._exchange = kind(self.layout, group, reduce_dtype or dtype)
+        self._exchange = exchange(self.layout, group, device, reduce_dtype or dtype)
         self._shards = shards
         self._reducing = reducing
         self._flat = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)

@@ -46,6 +46,19 @@ class Exchange(Protocol):
         """
 
 
+#: Beyond, one message for each tensor and pair of ranks costs more than the copies that it saves.
+_MAX_DIRECT_RANKS = 8
+
+
+def exchange(
+    layout: ShardLayout, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype
+) -> Exchange:
+    """The way that suits the device and the number of ranks."""
+    direct = device.type == "cpu" and 1 < layout.world <= _MAX_DIRECT_RANKS
+    kind: type[Exchange] = DirectExchange if direct else PackedExchange
+    return kind(layout, group, reduce_dtype)
+
+
 class PackedExchange:
     """One collective on a rank-major buffer for all tensors."""
 

@@ -121,10 +121,20 @@ def losses(zero):
     return found
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_losses_are_those_of_fsdp2(ranks, zero):
+def packed_losses(zero):
+    """The same as ranks with GPUs and NCCL exchange: there are no messages between two of them."""
+    from thunder_xform.parallel import exchange
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "_MAX_DIRECT_RANKS", 0)
+        patch.delattr(exchange.DirectExchange, "gather")
+        return losses(zero)
+
+
+@pytest.mark.parametrize(("train", "zero"), [(losses, 2), (losses, 3), (packed_losses, 3)])
+def test_losses_are_those_of_fsdp2(ranks, train, zero):
     """20 AdamW steps with accumulation over 1, 2 and 3 microbatches; FSDP2 reduces once a step in all of them."""
-    for found in ranks.run(losses, zero):
+    for found in ranks.run(train, zero):
         ours, theirs = torch.tensor(found, dtype=torch.float64).T
         assert theirs[-1] < theirs[0] - 0.3, "it does not learn"
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
