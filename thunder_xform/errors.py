@@ -100,9 +100,7 @@ class ManifestError(XformError):
     field: str
     distribution: str
 
-    def __init__(
-        self, problem: str, remedy: str, *, file: str, field: str = "", distribution: str = ""
-    ) -> None:
+    def __init__(self, problem: str, remedy: str, *, file: str, field: str = "", distribution: str = "") -> None:
         where = f"{file} of {distribution}" if distribution else file
         super().__init__(f"{where}: {problem}", remedy, file=file, field=field, distribution=distribution)
 

@@ -44,7 +44,7 @@ class Manifest:
     summary: str = ""
     #: ``"module:Class"``, instantiated as ``Class(options)``, or ``Class()`` where there are no options.
     plugin: str | None = None
-    #: ``"module:Class"`` of a dataclass that needs the standard library only.
+    #: ``"module:Class"`` of a dataclass that needs the standard library and what of thunder_xform needs no torch.
     options: str | None = None
     #: One of `STAGES`; ``None`` for a bundle.
     stage: str | None = None
@@ -126,9 +126,7 @@ _EDGE = (
 )
 _TARGET = (re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"), "'module:Class'")
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_SPECIFIER = re.compile(
-    r"\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*(,\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*)*"
-)
+_SPECIFIER = re.compile(r"\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*(,\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*)*")
 _Form = tuple[re.Pattern[str], str]
 
 _EDGE_FIELDS = ("requires", "wants", "after", "before", "conflicts", "commutes")
@@ -219,18 +217,14 @@ class _Reader:
             if not _DISTRIBUTION.fullmatch(key):
                 self._fail(f"host.{key}", f"`host` has the key {key!r}.", "Name a distribution, or 'python'.")
             if not isinstance(value, str) or not _SPECIFIER.fullmatch(value):
-                self._fail(
-                    f"host.{key}", self._is(f"host.{key}", value), "Give a specifier such as '>=0.2.6,<0.3'."
-                )
+                self._fail(f"host.{key}", self._is(f"host.{key}", value), "Give a specifier such as '>=0.2.6,<0.3'.")
         return dict(table)
 
     def _defaults(self) -> dict[str, dict[str, Any]]:
         table = self._subtable("defaults")
         for key, value in table.items():
             if not isinstance(value, dict):
-                self._fail(
-                    f"defaults.{key}", self._is(f"defaults.{key}", value), f"Write a table [defaults.{key}]."
-                )
+                self._fail(f"defaults.{key}", self._is(f"defaults.{key}", value), f"Write a table [defaults.{key}].")
         return {key: dict(value) for key, value in table.items()}
 
     def _text(self, key: str, form: _Form) -> str | None:
@@ -259,9 +253,7 @@ class _Reader:
         for key in table:
             if key not in known:
                 name = prefix + key
-                self._fail(
-                    name, f"`{name}` is no field of a manifest.{closest(key, known)}", f"Use {spell(known)}."
-                )
+                self._fail(name, f"`{name}` is no field of a manifest.{closest(key, known)}", f"Use {spell(known)}.")
 
     @staticmethod
     def _is(key: str, value: object) -> str:

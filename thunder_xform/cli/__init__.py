@@ -55,24 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("names", metavar="NAME", nargs=2)
     _add_lists(why)
     _add_edges(why)
-    plan = command(
-        "plan", "_plan", "run_plan", "Order plugins and all that they require, without importing them."
-    )
-    plan.add_argument(
-        "request", metavar="REQUEST", nargs="+", help="a name, or text such as 'lora(rank=8) + fsdp'"
-    )
+    plan = command("plan", "_plan", "run_plan", "Order plugins and all that they require, without importing them.")
+    plan.add_argument("request", metavar="REQUEST", nargs="+", help="a name, or text such as 'lora(rank=8) + fsdp'")
     _add_lists(plan)
     _add_edges(plan)
     validate = command(
         "validate", "_validate", "run", "Check a distribution, project folder or manifest against the format."
     )
     validate.add_argument("target", metavar="DIST|PATH")
-    validate.add_argument(
-        "--imports", action="store_true", help="also import the plugin: this executes its code"
-    )
-    command(
-        "doctor", "_doctor", "run", "Check torch, Thunder, executors, process-group backends and all plugins."
-    )
+    validate.add_argument("--imports", action="store_true", help="also import the plugin: this executes its code")
+    command("doctor", "_doctor", "run", "Check torch, Thunder, executors, process-group backends and all plugins.")
     return parser
 
 

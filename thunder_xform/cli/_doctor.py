@@ -56,23 +56,17 @@ def _torch() -> Iterator[_Finding]:
     try:
         torch = importlib.import_module("torch")
     except Exception as error:
-        yield _Finding(
-            "torch", "problem", f"cannot be imported ({type(error).__name__}: {error}). Install torch."
-        )
+        yield _Finding("torch", "problem", f"cannot be imported ({type(error).__name__}: {error}). Install torch.")
         return
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield _Finding("devices", "ok", ", ".join(devices) or "CPU only")
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available():
-        yield _Finding(
-            "process groups", "problem", "this build of torch has none. Install one with torch.distributed."
-        )
+        yield _Finding("process groups", "problem", "this build of torch has none. Install one with torch.distributed.")
         return
     for backend in ("gloo", "nccl", "mpi"):
         available = getattr(distributed, f"is_{backend}_available")()
-        yield _Finding(
-            f"process group: {backend}", "ok" if available else "note", "yes" if available else "no"
-        )
+        yield _Finding(f"process group: {backend}", "ok" if available else "note", "yes" if available else "no")
 
 
 def _thunder() -> Iterator[_Finding]:
@@ -96,9 +90,7 @@ def _plugins() -> Iterator[_Finding]:
     for record in records:
         topic = f"plugin: {record.name}"
         if record.error is None:
-            yield _Finding(
-                topic, "ok", f"{record.origin} ({record.manifest.stage if record.manifest else None})"
-            )
+            yield _Finding(topic, "ok", f"{record.origin} ({record.manifest.stage if record.manifest else None})")
         else:
             level = "note" if record.status == "denied" else "problem"
             yield _Finding(topic, level, f"[{record.origin}] {record.error}")

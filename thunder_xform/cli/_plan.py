@@ -14,9 +14,7 @@ __all__ = ["run_plan", "run_why"]
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the pipeline, why its neighbours are in this order, its text form and the lock's digest."""
-    resolution = registry.plan(
-        arguments.request, allow=arguments.allow, deny=arguments.deny, edges=arguments.edge
-    )
+    resolution = registry.plan(arguments.request, allow=arguments.allow, deny=arguments.deny, edges=arguments.edge)
     reasons = [resolution.why(a, b) for a, b in pairwise(resolution.order)]
     if arguments.json:
         print_json(
@@ -45,9 +43,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 def run_why(arguments: argparse.Namespace) -> int:
     """Print the shortest chain of reasons for the order of two plugins."""
-    explanation = registry.why(
-        *arguments.names, allow=arguments.allow, deny=arguments.deny, edges=arguments.edge
-    )
+    explanation = registry.why(*arguments.names, allow=arguments.allow, deny=arguments.deny, edges=arguments.edge)
     if arguments.json:
         print_json(explanation)
     else:

@@ -31,9 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nThe options are defined by {manifest.options}, which can only be read by importing it.")
     elif fields:
         print("\noptions:")
-        rows = (
-            (f.name, f.annotation, "(required)" if f.default is None else f.default, f.doc) for f in fields
-        )
+        rows = ((f.name, f.annotation, "(required)" if f.default is None else f.default, f.doc) for f in fields)
         print_table(("NAME", "TYPE", "DEFAULT", "MEANING"), rows, indent="  ")
     return 0
 

@@ -172,4 +172,4 @@ def _check_imports(record: Record) -> Iterator[str]:
         except XformError as error:
             yield str(error)
         if field == "options" and "torch" in sys.modules.keys() - before:
-            yield f"importing `options` ({target}) imports torch; it should need the standard library only."
+            yield f"importing `options` ({target}) imports torch; it should not need it."

@@ -67,9 +67,7 @@ def with_module_checks(prologue: TraceCtx, roots: Collection[str], module: torch
     return prologue
 
 
-def _inserted(
-    prologue: TraceCtx, name: str, holds: Callable[[Any], bool], subject: Any, position: int
-) -> TraceCtx:
+def _inserted(prologue: TraceCtx, name: str, holds: Callable[[Any], bool], subject: Any, position: int) -> TraceCtx:
     taken = {b.sym.name for b in prologue.bound_symbols}
     # The name leads to the function when the prologue runs: two checks of one name would be one.
     name = next(n for n in chain([name], (f"{name}_{i}" for i in count(2))) if n not in taken)

@@ -15,9 +15,7 @@ from thunder_xform.host.operators import operator_of
 _UNPACK = prims.PrimIDs.UNPACK_TRIVIAL
 
 
-def inconsistencies(
-    prologue: TraceCtx, computation: TraceCtx, table: InputTable, ledger: Ledger
-) -> Iterator[str]:
+def inconsistencies(prologue: TraceCtx, computation: TraceCtx, table: InputTable, ledger: Ledger) -> Iterator[str]:
     """Everything that does not fit together, one phrase each; nothing if all is well."""
     yield from _inputs_match_ledger(table)
     yield from _arguments_agree(prologue, computation)

@@ -9,11 +9,12 @@ from thunder_xform.host import functions, verify
 from thunder_xform.host.computation import Computation
 from thunder_xform.host.conditions import conditions
 from thunder_xform.host.guards import insert_guard, with_module_checks
-from thunder_xform.host.inputs import InputTable, derive_prologue, read_inputs
+from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.module import apply
 from thunder_xform.host.prologue import Prologue
 from thunder_xform.host.schedule import Schedule
 from thunder_xform.host.types import ThunderModule, TraceCtx, TraceProvenance, Transform
+from thunder_xform.host.unpacking import derive_prologue, read_inputs
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline.session import Session
@@ -93,9 +94,7 @@ class Stage(Transform):
             prologue = with_module_checks(prologue, session.roots, session.module)
         return derive_prologue(prologue, table, computation, session.ledger), computation, table
 
-    def _run_hooks(
-        self, prologue: TraceCtx, computation: TraceCtx, table: InputTable
-    ) -> tuple[TraceCtx, TraceCtx]:
+    def _run_hooks(self, prologue: TraceCtx, computation: TraceCtx, table: InputTable) -> tuple[TraceCtx, TraceCtx]:
         session, index = self.session, self._index
         before = computation
         prologue = self._call("mutate_prologue", prologue=Prologue(prologue))._trace

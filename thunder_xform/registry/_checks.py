@@ -42,9 +42,7 @@ def check_exclusive(steps: Sequence[Step]) -> None:
                     f"{step.origin}: exclusive = {{{resource!r} = {list(options)!r}}}"
                     for step, options in ((a, options_a), (b, options_b))
                 )
-                settings = ", ".join(
-                    f"{name} = {value!r}" for name, value in zip(options_a, values_a, strict=True)
-                )
+                settings = ", ".join(f"{name} = {value!r}" for name, value in zip(options_a, values_a, strict=True))
                 with_settings = f" with the same {settings}" if settings else ""
                 remedy = _drop_one(a, b)
                 if options_a or options_b:
@@ -88,9 +86,7 @@ def _clashes(a: Effects, b: Effects) -> Iterator[tuple[tuple[str, str], tuple[st
 
 
 def _commute(a: Step, b: Step) -> bool:
-    return any(map(b.manifest.matches, a.manifest.commutes)) or any(
-        map(a.manifest.matches, b.manifest.commutes)
-    )
+    return any(map(b.manifest.matches, a.manifest.commutes)) or any(map(a.manifest.matches, b.manifest.commutes))
 
 
 def _provided(step: Step, pattern: str) -> list[str]:

@@ -39,9 +39,7 @@ def scan() -> tuple[Record, ...]:
         for name, copies in installed.items()
         for record in (_records(copies) if name else map(_nameless, copies))
     ]
-    return tuple(
-        sorted(records, key=lambda record: (record.name, normalize(record.distribution), record.version))
-    )
+    return tuple(sorted(records, key=lambda record: (record.name, normalize(record.distribution), record.version)))
 
 
 def _announcing() -> Iterator[Distribution]:

@@ -59,11 +59,7 @@ class Lock:
         try:
             data = json.loads(text)
             lock = cls(data)
-            if (
-                data["schema"] == _SCHEMA
-                and all(step.keys() >= _STEP_KEYS for step in data["steps"])
-                and data["host"]
-            ):
+            if data["schema"] == _SCHEMA and all(step.keys() >= _STEP_KEYS for step in data["steps"]) and data["host"]:
                 return lock
             problem = f"the lock has schema {data['schema']!r}, or lacks fields of schema {_SCHEMA}."
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -97,11 +93,7 @@ _STEP_KEYS = {"name", "distribution", "version", "content", "options"}
 
 def _changes(label: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterable[str]:
     for key in sorted(a.keys() | b.keys()):
-        if (
-            key not in a
-            or key not in b
-            or json.dumps(a[key], sort_keys=True) != json.dumps(b[key], sort_keys=True)
-        ):
+        if key not in a or key not in b or json.dumps(a[key], sort_keys=True) != json.dumps(b[key], sort_keys=True):
             yield f"{label}{key} {_shown(a, key)} -> {_shown(b, key)}"
 
 

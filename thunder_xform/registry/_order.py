@@ -96,26 +96,16 @@ class Graph:
         for name, step in self._steps.items():
             for pattern in step.manifest.after:
                 source = f"{step.origin}: after = [{pattern!r}]"
-                yield from (
-                    Edge(other, name, "declared", source)
-                    for other in self._matching(pattern)
-                    if other != name
-                )
+                yield from (Edge(other, name, "declared", source) for other in self._matching(pattern) if other != name)
             for pattern in step.manifest.before:
                 source = f"{step.origin}: before = [{pattern!r}]"
-                yield from (
-                    Edge(name, other, "declared", source)
-                    for other in self._matching(pattern)
-                    if other != name
-                )
+                yield from (Edge(name, other, "declared", source) for other in self._matching(pattern) if other != name)
 
     def _staged(self) -> Iterator[Edge]:
         for a in self._steps.values():
             for b in self._steps.values():
                 if _rank(a)[0] < _rank(b)[0]:
-                    source = (
-                        f"{a.origin}: stage = {a.manifest.stage!r}; {b.origin}: stage = {b.manifest.stage!r}"
-                    )
+                    source = f"{a.origin}: stage = {a.manifest.stage!r}; {b.origin}: stage = {b.manifest.stage!r}"
                     yield Edge(a.name, b.name, "stage", source)
 
     def _matching(self, pattern: str) -> list[str]:

@@ -185,6 +185,4 @@ def _check_names(record: Record, manifest: Manifest, values: Mapping[str, Any]) 
     for key in values:
         unreadable = fields is None and isinstance(key, str) and key.isidentifier()
         if not unreadable and key not in (known := [field.name for field in fields or ()]):
-            raise UnknownOptionError(
-                plugin=record.name, distribution=record.origin, option=str(key), known=known
-            )
+            raise UnknownOptionError(plugin=record.name, distribution=record.origin, option=str(key), known=known)

@@ -25,9 +25,7 @@ class Policy:
     deny: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def gather(
-        cls, allow: Iterable[str] | None, deny: Iterable[str] | None, environ: Mapping[str, str]
-    ) -> Policy:
+    def gather(cls, allow: Iterable[str] | None, deny: Iterable[str] | None, environ: Mapping[str, str]) -> Policy:
         """The lists of a call (``None``: no list) and those of `environ`."""
         return cls(_lists("allow", allow, _ALLOW, environ), _lists("deny", deny, _DENY, environ))
 

@@ -40,9 +40,7 @@ class Registry:
         """The plugins as judged by the allow and deny lists, the host's versions, and rival claims."""
         return Catalog(self._records, Policy.gather(allow, deny, self._environ))
 
-    def list(
-        self, *, allow: Iterable[str] | None = None, deny: Iterable[str] | None = None
-    ) -> tuple[Record, ...]:
+    def list(self, *, allow: Iterable[str] | None = None, deny: Iterable[str] | None = None) -> tuple[Record, ...]:
         """All announced plugins, sorted by name, with status and error; broken ones included."""
         return self.catalog(allow, deny).records
 

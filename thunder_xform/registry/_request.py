@@ -84,11 +84,7 @@ def _wishes(item: object, catalog: Catalog) -> list[Wish]:
         return [Wish(name, canonical(options)) for name, options in parse(item)]
     if isinstance(item, tuple) and _is_pair(item):
         return [Wish(str(item[0]), canonical(dict(item[1])))]
-    if (
-        isinstance(item, type)
-        or item is None
-        or isinstance(item, (bool, int, float, bytes, list, tuple, Mapping))
-    ):
+    if isinstance(item, type) or item is None or isinstance(item, (bool, int, float, bytes, list, tuple, Mapping)):
         raise RequestSyntaxError(
             f"a request item may not be {item!r}.",
             "Give a name, a pair (name, options), an options instance, or a plugin instance.",

@@ -61,9 +61,7 @@ class Resolution:
                     known=self.order,
                 )
         first, then = sorted((a, b), key=self.order.index)
-        return Explanation(
-            first, then, Graph(self.steps, self.edges).path(first, then) if first != then else ()
-        )
+        return Explanation(first, then, Graph(self.steps, self.edges).path(first, then) if first != then else ())
 
     @cached_property
     def lock(self) -> Lock:

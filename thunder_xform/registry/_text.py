@@ -32,9 +32,7 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
 def render(items: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
     """The text that `parse` reads back; a value that is no literal shows as ``<its.type>``."""
     return " + ".join(
-        f"{name}({', '.join(f'{key}={_literal(options[key])}' for key in sorted(options))})"
-        if options
-        else name
+        f"{name}({', '.join(f'{key}={_literal(options[key])}' for key in sorted(options))})" if options else name
         for name, options in items
     )
 

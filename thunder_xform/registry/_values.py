@@ -111,10 +111,7 @@ def _convert(value: Any, hint: Any) -> Any:
         return _convert_sequence(value, kind, args)
     if kind in (dict, Mapping):
         key, entry = args or (Any, Any)
-        return {
-            _convert(k, key): _convert(v, entry)
-            for k, v in _require(isinstance(value, Mapping), value).items()
-        }
+        return {_convert(k, key): _convert(v, entry) for k, v in _require(isinstance(value, Mapping), value).items()}
     if kind is typing.Annotated:
         return _convert(value, args[0])
     return _require(_may_be(value, hint), value)
