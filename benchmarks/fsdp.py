@@ -6,8 +6,10 @@
 
 Every variant trains the same GPT on the same tokens with AdamW, each with and without `no_sync` at the given gradient
 accumulation. Steps of all variants alternate, so a machine that slows down slows all of them; the ratios are taken step
-by step against FSDP2 with the same setting and printed as median [quartiles]. Memory is the peak of a step: resident, and
-of live tensors, where weights that FSDP2 gathers into storages from before, which it resizes, do not count.
+by step against FSDP2 with the same setting and printed as median [quartiles].
+
+Memory is the peak of a step: resident, and of live tensors. FSDP2 resizes storages that it made before for the weights
+that it gathers; those do not count as live.
 """
 
 from __future__ import annotations
