@@ -8,8 +8,9 @@ Every variant trains the same GPT on the same tokens with AdamW, each with and w
 accumulation. Steps of all variants alternate, so a machine that slows down slows all of them; the ratios are taken step
 by step against FSDP2 with the same setting and printed as median [quartiles].
 
-Memory is the peak of a step: resident, and of live tensors. FSDP2 resizes storages that it made before for the weights
-that it gathers; those do not count as live.
+Memory is the peak of a step: resident, of live tensors, and, for the plugin, of whole weights alone. FSDP2 resizes
+storages that it made before for the weights that it gathers; those do not count as live. Without sharding, whole
+weights take 1 P all the time.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ import statistics
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import thunder_xform as tx
+from thunder_xform.testing.memory import LiveBytes
 
 import thunder
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT, Config
@@ -154,22 +158,44 @@ def spread(values: list[float]) -> str:
 
 
 def measure_memory(rank: int, args: argparse.Namespace) -> None:
-    from thunder_xform.testing.memory import LiveBytes
-
     name, zero, no_sync = args.only
     job = build(name, zero, args)
-    parameters = sum(
-        p.numel()
-        for p in GPT(Config(args.vocabulary, args.window, args.layers, args.heads, args.width, tied=False)).parameters()
-    )
+    config = Config(args.vocabulary, args.window, args.layers, args.heads, args.width, tied=False)
+    with torch.device("meta"):
+        plain = list(GPT(config).parameters())
+    whole = sum(p.nbytes for p in plain)
     for _ in range(2):
         job.step(no_sync)
     resident = peak_memory(lambda: job.step(no_sync), args)
     with LiveBytes() as live:
         job.step(no_sync)
+    cells = f"{label(name, zero, no_sync):28}{resident / 2**20:10.0f} MiB   {live.peak / whole:8.2f} P"
+    if name == "plugin":
+        with WholeWeights({p.shape for p in plain if p.ndim > 1}) as weights:
+            job.step(no_sync)
+        cells += f"   {weights.peak / whole:11.2f} P"
     if rank == 0:
-        whole = parameters * 4
-        print(f"{label(name, zero, no_sync):28}{resident / 2**20:10.0f} MiB   {live.peak / whole:8.2f} P", flush=True)
+        print(cells, flush=True)
+
+
+class WholeWeights(TorchDispatchMode):
+    """Peak of the bytes of whole weights that are alive: what a gather allocates, or joins, in a weight's shape."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._shapes = shapes
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        gathers = func in (torch.ops.aten.new_empty.default, torch.ops.aten.cat.default)
+        if gathers and result.shape in self._shapes:
+            storage = result.untyped_storage()
+            self._live[id(storage)] = storage.nbytes()
+            weakref.finalize(storage, self._live.pop, id(storage), None)
+            self.peak = max(self.peak, sum(self._live.values()))
+        return result
 
 
 def peak_memory(step: Callable[[], None], args: argparse.Namespace) -> int:
@@ -227,7 +253,7 @@ def main() -> None:
     if not args.memory:
         launch(args)
         return
-    print(f"{'':28}{'peak memory':>14}   {'peak live':>10}   (P = bytes of all parameters)")
+    print(f"{'':28}{'peak memory':>14}   {'peak live':>10}   {'whole weights':>13}   (P = bytes of all parameters)")
     for zero, no_sync in SETTINGS:
         for name in args.variants:
             args.only = (name, zero, no_sync)
