@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from thunder_xform.testing import RankPool
+from thunder_xform.testing import RankPool, torchrun_environment
 
 for _needed in ("litgpt", "lightning", "thunder_xform_fabric", "thunder_xform_fsdp"):
     pytest.importorskip(_needed)
@@ -68,9 +68,7 @@ def on_a_rank(path):
 
     from thunder_xform_fabric import ThunderFSDPStrategy
 
-    rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29512", TORCHELASTIC_RUN_ID="test")
+    os.environ.update(torchrun_environment())
     fabric = Fabric(accelerator="cpu", devices=WORLD, strategy=ThunderFSDPStrategy(state_dict_type="full"))
     fabric.launch()
     model = built(dist.get_rank())  # All ranks train rank 0's.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thunder_xform.testing.pipelines import pipeline_of
     from thunder_xform.testing.ranks import RankPool, RanksFailed, run_ranks
     from thunder_xform.testing.states import assert_state_laws
+    from thunder_xform.testing.torchrun import torchrun_environment
     from thunder_xform.testing.traffic import Collective, Traffic
 
 # Lazy, so that the processes of a RankPool decide themselves what they import.
@@ -29,6 +30,7 @@ _HOMES = {
     "assert_state_laws": "states",
     "pipeline_of": "pipelines",
     "run_ranks": "ranks",
+    "torchrun_environment": "torchrun",
 }
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "assert_state_laws",
     "pipeline_of",
     "run_ranks",
+    "torchrun_environment",
 ]
 
 

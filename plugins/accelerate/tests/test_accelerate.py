@@ -4,10 +4,9 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from thunder_xform.testing import RankPool, Traffic
+from thunder_xform.testing import RankPool, Traffic, torchrun_environment
 
 STEPS = 3
 
@@ -71,9 +70,7 @@ def accelerator_on_this_rank(accumulation=1, **kwargs):
 
     import thunder_xform_accelerate
 
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, OMP_NUM_THREADS="1")
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29512", ACCELERATE_USE_CPU="true")
+    os.environ.update(torchrun_environment(), OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     if "gradient_accumulation_plugin" not in kwargs:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from thunder_xform.testing import RankPool
+from thunder_xform.testing import RankPool, torchrun_environment
 
 
 class Net(torch.nn.Module):
@@ -36,9 +36,7 @@ def fabric_with(kind, **kwargs):
 
     import thunder_xform_fabric
 
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511", TORCHELASTIC_RUN_ID="test")
+    os.environ.update(torchrun_environment())
     strategies = {"ddp": thunder_xform_fabric.ThunderDDPStrategy, "fsdp": thunder_xform_fabric.ThunderFSDPStrategy}
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategies[kind](**kwargs))
     fabric.launch()

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from thunder_xform.testing import RankPool, Traffic
+from thunder_xform.testing import RankPool, Traffic, torchrun_environment
 
 STEPS, ACCUMULATION = 3, 2
 
@@ -66,9 +66,7 @@ def fit(name, folder, clip=None, own_clipping=True, resumed=False):
             if gradient_clip_val is not None:
                 tx.handle(self.net).clip_grad_norm_(gradient_clip_val)
 
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511", TORCHELASTIC_RUN_ID="test")
+    os.environ.update(torchrun_environment())
     trainer = L.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from thunder_xform.testing import Traffic
+from thunder_xform.testing import Traffic, torchrun_environment
 
 STEPS = 3
 
@@ -91,16 +91,7 @@ def fabric_on_this_rank(strategy, **kwargs):
     """Fabric in a process whose process group exists: as under torchrun."""
     from lightning.fabric import Fabric
 
-    os.environ.update(
-        RANK=str(dist.get_rank()),
-        LOCAL_RANK=str(dist.get_rank()),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(dist.get_world_size()),
-        LOCAL_WORLD_SIZE=str(dist.get_world_size()),
-        MASTER_ADDR="localhost",
-        MASTER_PORT="29511",
-        TORCHELASTIC_RUN_ID="test",
-    )
+    os.environ.update(torchrun_environment())
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **kwargs)
     fabric.launch()
     return fabric
