@@ -22,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,28 +172,24 @@ def measure_memory(rank: int, args: argparse.Namespace) -> None:
     if name == "plugin":
         with WholeWeights({p.shape for p in plain if p.ndim > 1}) as weights:
             job.step(no_sync)
-        cells += f"   {weights.peak / whole:11.2f} P"
+        cells += f"   {weights.live.peak / whole:11.2f} P"
     if rank == 0:
         print(cells, flush=True)
 
 
 class WholeWeights(TorchDispatchMode):
-    """Peak of the bytes of whole weights that are alive: what a gather allocates, or joins, in a weight's shape."""
+    """The bytes of whole weights that are alive: what a gather allocates, or joins, in a weight's shape."""
 
     def __init__(self, shapes: set[torch.Size]) -> None:
         super().__init__()
-        self.peak = 0
+        self.live = LiveBytes()
         self._shapes = shapes
-        self._live: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         gathers = func in (torch.ops.aten.new_empty.default, torch.ops.aten.cat.default)
         if gathers and result.shape in self._shapes:
-            storage = result.untyped_storage()
-            self._live[id(storage)] = storage.nbytes()
-            weakref.finalize(storage, self._live.pop, id(storage), None)
-            self.peak = max(self.peak, sum(self._live.values()))
+            self.live.track([result])
         return result
 
 

@@ -1,38 +1,29 @@
-"""Collectives on flat buffers, started asynchronously."""
+"""Collectives on flat buffers, started asynchronously.
+
+``wait()`` of what they return blocks (on CUDA: the current stream) until the result is there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-class Pending:
-    """A collective under way."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        """Block (on CUDA: the current stream) until the result is there."""
-        self._work.wait()
-
-
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Fill ``full``, flat, with the flat ``shard`` of every rank in rank order."""
-    return Pending(dist.all_gather_into_tensor(full, shard, group=group, async_op=True))
+    return dist.all_gather_into_tensor(full, shard, group=group, async_op=True)
 
 
-def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Fill the flat ``shard`` with this rank's piece of the sum of ``full``, flat, over the ranks."""
-    return Pending(dist.reduce_scatter_tensor(shard, full, group=group, async_op=True))
+    return dist.reduce_scatter_tensor(shard, full, group=group, async_op=True)
 
 
-def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+def all_reduce(flat: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Sum ``flat`` over the ranks, in place."""
-    return Pending(dist.all_reduce(flat, group=group, async_op=True))
+    return dist.all_reduce(flat, group=group, async_op=True)
 
 
 def in_chunks(tensors: Iterable[torch.Tensor], max_bytes: int) -> Iterator[list[torch.Tensor]]:

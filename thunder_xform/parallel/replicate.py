@@ -41,7 +41,7 @@ class ReplicatedBucket:
         self._tensors = tensors
         self._strays = strays
         self._world = dist.get_world_size(group)
-        self._pending: collectives.Pending | None = None
+        self._pending: dist.Work | None = None
 
     def __repr__(self) -> str:
         return f"<bucket of {', '.join(self.names)}>"

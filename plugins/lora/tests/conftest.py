@@ -92,6 +92,24 @@ def _train_both(compiled: Any, reference: PeftModel, x: torch.Tensor) -> None:
         torch.testing.assert_close(own, others, atol=1e-6, rtol=0)
 
 
+@pytest.fixture
+def backward_both() -> Callable[..., torch.Tensor]:
+    """``backward_both(compiled, reference, x, reduce, **tolerance)``: the same outputs to 1e-6, and the same gradients
+    of ``reduce(output.sin())`` within the tolerance. Returns the compiled model's output.
+    """
+
+    def check(compiled: Any, reference: PeftModel, x: torch.Tensor, reduce: Any, **tolerance: float) -> torch.Tensor:
+        ours, theirs = compiled(x), reference(x)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+        reduce(ours.sin()).backward()
+        reduce(theirs.sin()).backward()
+        for own, others in pairs(compiled, reference):
+            torch.testing.assert_close(own.grad, others.grad, **tolerance)
+        return ours
+
+    return check
+
+
 def _tuple(output: Any) -> tuple[torch.Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
