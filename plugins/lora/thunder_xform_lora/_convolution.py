@@ -65,10 +65,10 @@ class Convolution(Layer):
         pointwise = (1,) * len(self._kernel)
         return (r, self.in_features, *self._kernel), (self.out_features, r // self._groups, *pointwise)
 
-    def output(self, operation: tx.Operation, x: Any, a: Any, b: Any) -> Any:
+    def output(self, operation: tx.Operation, x: Any, a: Any, b: Any, scaling: float) -> Any:
         convolve = getattr(tx.ops, self.name)
         stride, padding, _, groups = _settings(operation)
-        return convolve(convolve(x, a, None, stride, padding), b, groups=groups)
+        return convolve(convolve(x, a, None, stride, padding) * scaling, b, groups=groups)
 
     def plain(self, operation: tx.Operation, x: Any, weight: Any) -> Any:
         return getattr(tx.ops, self.name)(x, weight, None, *_settings(operation))

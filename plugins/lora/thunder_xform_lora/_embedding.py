@@ -51,8 +51,8 @@ class Embedding(Layer):
     def input(self, operation: tx.Operation, dtype: Any) -> Any:
         return operation.args[self.input_index]
 
-    def output(self, operation: tx.Operation, x: Any, a: Any, b: Any) -> Any:
-        return tx.ops.linear(self.plain(operation, x, tx.ops.transpose(a, 0, 1)), b)
+    def output(self, operation: tx.Operation, x: Any, a: Any, b: Any, scaling: float) -> Any:
+        return tx.ops.linear(self.plain(operation, x, tx.ops.transpose(a, 0, 1)) * scaling, b)
 
     def plain(self, operation: tx.Operation, x: Any, weight: Any) -> Any:
         return tx.ops.embedding(x, weight, operation.args[2])

@@ -53,8 +53,11 @@ class Layer(ABC):
         """Shapes of A and B of rank ``r``."""
 
     @abstractmethod
-    def output(self, operation: tx.Operation, x: Any, a: Any, b: Any) -> Any:
-        """In a trace: what an adapter adds to the output of a call for the input ``x``, before scaling."""
+    def output(self, operation: tx.Operation, x: Any, a: Any, b: Any, scaling: float) -> Any:
+        """In a trace: what an adapter adds to the output of a call for the input ``x``.
+
+        ``scaling`` goes in between A and B, where there are r features to scale instead of out_features.
+        """
 
     @abstractmethod
     def plain(self, operation: tx.Operation, x: Any, weight: Any) -> Any:

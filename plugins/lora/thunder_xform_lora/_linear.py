@@ -26,8 +26,8 @@ class Linear(Layer):
     def shapes(self, r: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (r, self.in_features), (self.out_features, r)
 
-    def output(self, operation: tx.Operation, x: Any, a: Any, b: Any) -> Any:
-        return tx.ops.linear(tx.ops.linear(x, a), b)
+    def output(self, operation: tx.Operation, x: Any, a: Any, b: Any, scaling: float) -> Any:
+        return tx.ops.linear(tx.ops.linear(x, a) * scaling, b)
 
     def plain(self, operation: tx.Operation, x: Any, weight: Any) -> Any:
         return tx.ops.linear(x, weight)

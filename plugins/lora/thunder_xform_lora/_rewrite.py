@@ -35,7 +35,7 @@ def apply_adapters(
             x = layer.input(operation, a.dtype)
             if p:
                 x = tx.ops.dropout(x, p, True)
-            delta = layer.output(operation, x, a, b) * scaling
+            delta = layer.output(operation, x, a, b, scaling)
             if magnitude:
                 factor = _dora.factor(edit, target, scaling)
                 bare = _dora.bare(edit, target, operation, result, x if p else None)
