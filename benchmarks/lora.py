@@ -38,7 +38,8 @@ from thunder_xform_lora import load_peft
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT, Config
 
-EXECUTORS = {"plugin": None, "plugin, Inductor": ["sdpa", "torchcompile"]}
+PLAIN = {"lora": ([], None), "lora + aten": (["aten"], None)}
+INDUCTOR = {"lora, Inductor": ([], ["sdpa", "torchcompile"])}
 
 
 class Job:
@@ -98,8 +99,8 @@ def jobs(args: argparse.Namespace, base: str, folder: Path) -> dict[str, Job]:
     found = {"PEFT": Job(reference, tokens)}
     if args.torchcompile:
         found["PEFT, Inductor"] = Job(torch.compile(copy.deepcopy(reference)), tokens)
-    for name, executors in EXECUTORS.items() if args.torchcompile else [("plugin", None)]:
-        pipeline = tx.registry.resolve(list(request), options=request)
+    for name, (others, executors) in (PLAIN | (INDUCTOR if args.torchcompile else {})).items():
+        pipeline = tx.registry.resolve([*request, *others], options=request)
         compiled = thunder.jit(copy.deepcopy(model), transforms=pipeline, executors=executors)
         load_peft(tx.handle(compiled), folder)
         found[name] = Job(compiled, tokens)
@@ -143,14 +144,14 @@ def main() -> None:
             losses[variant] = job.step()
             if number >= args.warmup:
                 seconds[variant].append(time.perf_counter() - start)
-    print(f"{'base':10}{'variant':18}{'tokens/s':>10}   {'ratio to PEFT':24}{'peak':>10}   loss")
+    print(f"{'base':10}{'variant':22}{'tokens/s':>10}   {'ratio to PEFT':24}{'peak':>10}   loss")
     for (base, name), job in variants.items():
         spent = seconds[base, name]
         ratios = [theirs / ours for ours, theirs in zip(spent, seconds[base, "PEFT"], strict=True)]
         speed = args.batch * args.window / statistics.median(spent)
         loss = losses[base, name]
         peak = "" if name.endswith("Inductor") else f"{job.peak() / 2**20:.1f} MiB"
-        print(f"{base:10}{name:18}{speed:10.0f}   {spread(ratios):24}{peak:>10}   {loss:.6f}")
+        print(f"{base:10}{name:22}{speed:10.0f}   {spread(ratios):24}{peak:>10}   {loss:.6f}")
 
 
 if __name__ == "__main__":

@@ -34,9 +34,7 @@ class Scaled(tx.Plugin):
         self.log.append(("export", self.factor, ctx.state_kind))
         if ctx.state_kind == "sharded":
             return None
-        return {
-            n: (t * self.factor).view(self.shapes[n]) if n in self.shapes else t for n, t in state.items()
-        }
+        return {n: (t * self.factor).view(self.shapes[n]) if n in self.shapes else t for n, t in state.items()}
 
     @tx.hookimpl
     def import_state(self, state, ctx):
@@ -146,9 +144,7 @@ def test_loading_converts_dtypes_and_keeps_the_live_tensors():
     tensors = dict(handle.parameters)
     handle.load_state_dict({n: torch.ones_like(t).double() for n, t in model.state_dict().items()})
     assert all(parameter is tensors[name] for name, parameter in handle.parameters.items())
-    assert all(
-        p.dtype == torch.float32 and torch.equal(p, torch.full_like(p, 1 / 8)) for p in tensors.values()
-    )
+    assert all(p.dtype == torch.float32 and torch.equal(p, torch.full_like(p, 1 / 8)) for p in tensors.values())
 
 
 @pytest.mark.parametrize(
@@ -232,9 +228,7 @@ def test_a_tensor_that_its_plugin_does_not_map_away_is_no_part_of_a_full_state()
             params.add("extra", torch.zeros(2))
 
     handle = tx.handle(thunder.jit(nn.Linear(2, 2), transforms=pipeline_of(extra=Extra(None))))
-    with pytest.raises(
-        tx.errors.CheckpointError, match="'extra', added by 'extra', is no part of the plain model"
-    ):
+    with pytest.raises(tx.errors.CheckpointError, match="'extra', added by 'extra', is no part of the plain model"):
         handle.state_dict()
     assert set(handle.state_dict("sharded")) == {"weight", "bias", "extra"}
 

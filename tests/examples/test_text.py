@@ -56,9 +56,7 @@ def test_shortest(examples, tmp_path):
 
 def test_folder_that_cannot_be_made(refused, tmp_path):
     (tmp_path / "file").write_text("")
-    assert f"{tmp_path}/file/out cannot be made: Not a directory." in refused(
-        "--out", tmp_path / "file" / "out"
-    )
+    assert f"{tmp_path}/file/out cannot be made: Not a directory." in refused("--out", tmp_path / "file" / "out")
 
 
 def test_heads_must_divide_the_width(refused):
@@ -83,9 +81,7 @@ def test_ranks_validate_on_different_windows(examples):
 
 
 def test_demo_refuses_before_it_starts_anything(examples, run_python, tmp_path):
-    done = run_python(
-        examples / "demo.py", "--text", tmp_path / "none.txt", "--out", tmp_path / "out", timeout=20
-    )
+    done = run_python(examples / "demo.py", "--text", tmp_path / "none.txt", "--out", tmp_path / "out", timeout=20)
     assert done.returncode == 2
     assert "cannot be read" in done.stderr
     assert "Traceback" not in done.stderr

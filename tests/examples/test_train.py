@@ -23,9 +23,7 @@ def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     code, prose = folder / "code.txt", folder / "prose.txt"
     code.write_text("".join(f"def f{i}(x):\n    return x * {i} + {i * i % 97}\n\n" for i in range(300)))
-    prose.write_text(
-        "".join(f"The {i}th sheep is {i % 7} years old and {i % 5} feet high. " for i in range(200))
-    )
+    prose.write_text("".join(f"The {i}th sheep is {i % 7} years old and {i % 5} feet high. " for i in range(200)))
     return code, prose
 
 
@@ -76,9 +74,7 @@ def test_pretraining_equals_plain_pytorch(examples, run, curves, texts):
     assert curve["before"] == pytest.approx(before, abs=1e-5)
     assert curve["after"] == pytest.approx(_validation(model, windows), abs=1e-5)
     assert curve["trained"] == sum(p.numel() for p in model.parameters())
-    torch.testing.assert_close(
-        _plain(run[0], merge=False).state_dict(), model.state_dict(), rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(_plain(run[0], merge=False).state_dict(), model.state_dict(), rtol=0, atol=1e-5)
 
 
 def test_finetuning_improves_on_the_new_text(curves):
@@ -138,9 +134,7 @@ def test_finetuning_on_a_quantized_base_holds_it_in_few_bits(torchrun, texts, tm
 @pytest.mark.timeout(400)
 def test_crash_on_one_rank_ends_the_run_with_its_error(torchrun, texts, tmp_path):
     options = [f"--{name}={value}" for name, value in SIZES.items()]
-    done = torchrun(
-        *options, "--text", texts[0], "--finetune-text", texts[1], "--out", tmp_path, "--fail-at=1:1"
-    )
+    done = torchrun(*options, "--text", texts[0], "--finetune-text", texts[1], "--out", tmp_path, "--fail-at=1:1")
     assert done.returncode != 0
     root_cause = done.stderr.partition("Root Cause")[2]
     assert re.search(r"rank\s*:\s*1\b", root_cause), done.stderr
@@ -169,7 +163,5 @@ def _plain(folder, merge):
     for name in [name for name in adapter if ".lora_A." in name] if merge else []:
         layer = model.get_submodule(name.partition(".lora_A.")[0])
         with torch.no_grad():
-            layer.weight += (
-                2 * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]
-            )  # alpha / r = 32 / 16
+            layer.weight += 2 * adapter[name.replace("lora_A", "lora_B")] @ adapter[name]  # alpha / r = 32 / 16
     return model

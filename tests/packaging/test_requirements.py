@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 DECLARED = {
     "thunder-xform": set(),
     "thunder-xform-accelerate": {"accelerate"},
+    "thunder-xform-aten": set(),
     "thunder-xform-ddp": set(),
     "thunder-xform-fabric": {"lightning"},
     "thunder-xform-fsdp": set(),

@@ -38,9 +38,7 @@ def registry() -> Callable[..., Registry]:
     """A sealed registry: positional arguments are records, keywords give a name and its fields."""
 
     def make(*records: Record, environ: dict[str, str] | None = None, **named: Fields) -> Registry:
-        return Registry(
-            [*records, *(_record(name, **fields) for name, fields in named.items())], environ=environ
-        )
+        return Registry([*records, *(_record(name, **fields) for name, fields in named.items())], environ=environ)
 
     return make
 
@@ -129,9 +127,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(bare: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run Python with `sites` and the bare folder as its only packages."""
 
-    def run(
-        *arguments: str, sites: tuple[Site, ...] = (), **environ: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, sites: tuple[Site, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "THUNDER_XFORM_"))}
         paths = os.pathsep.join(str(path) for path in (*(site.path for site in sites), bare))
         return subprocess.run(

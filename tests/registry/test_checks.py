@@ -11,8 +11,7 @@ def test_conflict_with_a_name(registry):
     with pytest.raises(ConflictError) as caught:
         registry(a={"conflicts": ("b",)}, b={}).plan(["b", "a"])
     assert str(caught.value) == (
-        "'a' and 'b' exclude each other [dist-a 1.0: conflicts = ['b']]. "
-        "Leave out 'a' (requested) or 'b' (requested)."
+        "'a' and 'b' exclude each other [dist-a 1.0: conflicts = ['b']]. Leave out 'a' (requested) or 'b' (requested)."
     )
 
 
@@ -30,9 +29,7 @@ def test_at_most_one_provider(registry):
 
 def test_a_conflict_says_who_was_pulled_in(registry):
     r = registry(a={"wants": ("b",)}, b={"conflicts": ("c",)}, c={})
-    with pytest.raises(
-        ConflictError, match=r"'b' \(wanted by a\) or 'c' \(requested\), for example with deny="
-    ):
+    with pytest.raises(ConflictError, match=r"'b' \(wanted by a\) or 'c' \(requested\), for example with deny="):
         r.plan(["a", "c"])
     assert r.plan(["a", "c"], deny=["b"]).order == ("a", "c")
 

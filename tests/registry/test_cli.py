@@ -265,9 +265,7 @@ def test_validate_imports_only_when_told(run, tmp_path):
 
 
 def test_validate_a_missing_module_and_folder(run, tmp_path):
-    project(
-        tmp_path, ACME.replace("acme_lora.plugin", "acme_lora.plugn").replace("rnk", "rank"), options=OPTIONS
-    )
+    project(tmp_path, ACME.replace("acme_lora.plugin", "acme_lora.plugn").replace("rnk", "rank"), options=OPTIONS)
     done = run("validate", str(tmp_path))
     assert "`plugin` is 'acme_lora.plugn:Plugin', but there is no source file for" in done.stderr
     assert run("validate", str(tmp_path / "src" / "acme_lora" / "manifest.toml")).returncode == 1
@@ -344,7 +342,4 @@ def test_help_scans_nothing(python):
 
 def test_the_script_is_declared():
     pyproject = Path(__file__).parents[2] / "pyproject.toml"
-    assert (
-        tomllib.loads(pyproject.read_text())["project"]["scripts"]["thunder-xform"]
-        == "thunder_xform.cli:main"
-    )
+    assert tomllib.loads(pyproject.read_text())["project"]["scripts"]["thunder-xform"] == "thunder_xform.cli:main"

@@ -200,9 +200,7 @@ def test_manifest_below_a_subpackage_of_a_namespace_package(site, evaluate):
     nested = site.path / "acme" / "lora"
     nested.mkdir(parents=True)
     (site.path / "acme" / "__init__.py").write_text("raise RuntimeError('executed')")
-    (nested / "manifest.toml").write_text(
-        'schema = 1\nname = "lora"\nplugin = "acme.lora.p:P"\nstage = "adapters"'
-    )
+    (nested / "manifest.toml").write_text('schema = 1\nname = "lora"\nplugin = "acme.lora.p:P"\nstage = "adapters"')
     site.install("lora", entry_points="[thunder_xform.plugins]\nlora = acme.lora:manifest.toml\n")
     assert evaluate(LIST, site)[0][:2] == ["lora", "ok"]
 

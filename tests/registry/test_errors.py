@@ -71,9 +71,9 @@ def test_interpreter_and_contextlib_may_annotate_an_error():
 
 
 def test_messages_have_problem_then_remedy():
-    assert str(
-        UnknownOptionError(plugin="lora", distribution="d 1", option="rnk", known=["rank", "alpha"])
-    ) == ("'lora' [d 1] has no option 'rnk'. Did you mean 'rank'? Its options are rank and alpha.")
+    assert str(UnknownOptionError(plugin="lora", distribution="d 1", option="rnk", known=["rank", "alpha"])) == (
+        "'lora' [d 1] has no option 'rnk'. Did you mean 'rank'? Its options are rank and alpha."
+    )
     assert str(XformError("Only a problem.")) == "Only a problem."
     assert issubclass(UnknownOptionError, ResolutionError)
 

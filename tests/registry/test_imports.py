@@ -2,9 +2,7 @@
 
 import pytest
 
-FORBIDDEN = (
-    "[n for n in sys.modules if n.partition('.')[0] in ('torch', 'thunder', 'numpy') or 'imported_' in n]"
-)
+FORBIDDEN = "[n for n in sys.modules if n.partition('.')[0] in ('torch', 'thunder', 'numpy') or 'imported_' in n]"
 HEAVY = "('importlib_metadata', 'packaging', 'tomllib', 'difflib', 'pluggy', 'argparse', 'email')"
 
 
@@ -49,7 +47,5 @@ def test_plan_of_five_names_takes_less_than_50_ms(five, evaluate):
     def seconds(code):
         return min(evaluate(TIMED.format(code=code), five) for _ in range(3))
 
-    yardstick = seconds(
-        "import importlib_metadata; importlib_metadata.entry_points(group='thunder_xform.plugins')"
-    )
+    yardstick = seconds("import importlib_metadata; importlib_metadata.entry_points(group='thunder_xform.plugins')")
     assert seconds("registry.plan('aa(rank=2) + bb + cc + dd + ee')") < max(0.05, 4 * yardstick)

@@ -98,10 +98,7 @@ def test_a_plugin_instance_is_used_as_it_is(resolve):
 LOAD_ERRORS = {
     "missing import": (
         {"plugin": "broken:Plugin"},
-        (
-            "'loaded_plugin.broken:Plugin' cannot be imported (ModuleNotFoundError: No module named "
-            "'not_there')."
-        ),
+        ("'loaded_plugin.broken:Plugin' cannot be imported (ModuleNotFoundError: No module named 'not_there')."),
         ModuleNotFoundError,
     ),
     "missing module": (
@@ -149,8 +146,7 @@ def test_u23_unknown_option_of_a_class_that_could_not_be_read(resolve):
     with pytest.raises(UnknownOptionError) as caught:
         resolve("lora(rnk=4)")
     assert str(caught.value) == (
-        "'lora' [dist-lora 1.0] has no option 'rnk'. Did you mean 'rank'? Its options are rank, "
-        "alpha and names."
+        "'lora' [dist-lora 1.0] has no option 'rnk'. Did you mean 'rank'? Its options are rank, alpha and names."
     )
 
 
@@ -158,8 +154,7 @@ def test_values_are_checked_against_the_loaded_class(resolve):
     with pytest.raises(OptionError) as caught:
         resolve("lora(names='q_proj')")
     assert str(caught.value) == (
-        "the option 'names' of 'lora' [dist-lora 1.0] is 'q_proj', which it does not take. Give "
-        "tuple[str, ...]."
+        "the option 'names' of 'lora' [dist-lora 1.0] is 'q_proj', which it does not take. Give tuple[str, ...]."
     )
 
 
@@ -175,10 +170,7 @@ def test_the_options_class_may_refuse(resolve):
 def test_required_options(resolve):
     with pytest.raises(OptionError) as caught:
         resolve(options="options:Needy")
-    assert (
-        str(caught.value)
-        == "'lora' [dist-lora 1.0] needs the option 'size'. Give it: ('lora', {'size': ...})."
-    )
+    assert str(caught.value) == "'lora' [dist-lora 1.0] needs the option 'size'. Give it: ('lora', {'size': ...})."
     assert resolve("lora(size=1)", options="options:Needy")[1][0][1].options[0].size == 1
 
 

@@ -136,9 +136,7 @@ def test_diff(record, registry):
     assert old.diff(newer) == (f"host torch {version('torch')} -> 99",)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "3", '{"schema": 1}', '{"schema": 1, "host": {}, "steps": [{}]}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"schema": 1}', '{"schema": 1, "host": {}, "steps": [{}]}'])
 def test_other_text_is_no_lock(text):
     with pytest.raises(ResolutionError, match=r"Give the text that Lock.to_json\(\) of this version wrote"):
         Lock.from_json(text)

@@ -55,9 +55,7 @@ def test_all_fields():
 
 
 def test_a_manifest_without_plugin_is_a_bundle():
-    bundle = Manifest.parse(
-        'schema = 1\nname = "big"\nrequires = ["a", "b"]\n[defaults.a]\nrank = 4\nnames = ["x"]'
-    )
+    bundle = Manifest.parse('schema = 1\nname = "big"\nrequires = ["a", "b"]\n[defaults.a]\nrank = 4\nnames = ["x"]')
     assert bundle.is_bundle
     assert bundle.requires == ("a", "b")
     assert bundle.defaults == {"a": {"rank": 4, "names": ["x"]}}
@@ -118,10 +116,7 @@ GOLDEN = {
     "misspelt stage": (
         text(stage='"adaptor"'),
         "stage",
-        (
-            "`stage` is 'adaptor'. Did you mean 'adapters'? Use one of weights, adapters, "
-            "distribute or schedule."
-        ),
+        ("`stage` is 'adaptor'. Did you mean 'adapters'? Use one of weights, adapters, distribute or schedule."),
     ),
     "plugin without class": (text(plugin='"p.q"'), "plugin", "`plugin` is 'p.q'. Give 'module:Class'."),
     "options of wrong type": (text(options="3"), "options", "`options` is 3. Give 'module:Class'."),
@@ -178,10 +173,7 @@ GOLDEN = {
     "empty bundle": (
         text(plugin=None, stage=None),
         "plugin",
-        (
-            'neither `plugin` nor `requires` is given. Add `plugin = "module:Class"`, or `requires` '
-            "for a bundle."
-        ),
+        ('neither `plugin` nor `requires` is given. Add `plugin = "module:Class"`, or `requires` for a bundle.'),
     ),
     "broken syntax": (
         "schema = ",
@@ -200,9 +192,7 @@ def test_refused(source, field, message):
 
 
 def test_unreadable_files(tmp_path):
-    with pytest.raises(
-        ManifestError, match=r"no\.toml: cannot be read \(No such file or directory\)\. Ship it"
-    ):
+    with pytest.raises(ManifestError, match=r"no\.toml: cannot be read \(No such file or directory\)\. Ship it"):
         Manifest.read(tmp_path / "no.toml")
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
     with pytest.raises(ManifestError, match=r"cannot be read \('utf-8' codec can't decode"):

@@ -88,9 +88,7 @@ def test_why_gives_the_shortest_chain(registry):
 
 
 def test_why_prefers_what_somebody_wrote_over_stages(registry):
-    r = registry(
-        lora={"stage": A, "before": ("parallel.*",)}, fsdp={"stage": D, "provides": ("parallel.shard",)}
-    )
+    r = registry(lora={"stage": A, "before": ("parallel.*",)}, fsdp={"stage": D, "provides": ("parallel.shard",)})
     assert str(r.why("fsdp", "lora")) == "'lora' runs before 'fsdp' [dist-lora 1.0: before = ['parallel.*']]"
     r = registry(lora={"stage": A}, fsdp={"stage": D})
     assert str(r.why("fsdp", "lora")) == (
@@ -104,15 +102,11 @@ def test_why_prefers_what_somebody_wrote_over_stages(registry):
 def test_why_of_an_absent_plugin(registry):
     with pytest.raises(UnknownNameError) as caught:
         registry(lora={}, fsdp={}).plan(["lora", "fsdp"]).why("lora", "fsdb")
-    assert str(caught.value) == (
-        "'fsdb' is not in this pipeline. Did you mean 'fsdp'? It consists of fsdp and lora."
-    )
+    assert str(caught.value) == ("'fsdb' is not in this pipeline. Did you mean 'fsdp'? It consists of fsdp and lora.")
 
 
 def test_cycle_names_declarations_and_fields(registry):
-    r = registry(
-        a={"before": ("b",)}, b={"before": ("cap.x",)}, c={"provides": ("cap.x",), "before": ("a",)}, d={}
-    )
+    r = registry(a={"before": ("b",)}, b={"before": ("cap.x",)}, c={"provides": ("cap.x",), "before": ("a",)}, d={})
     with pytest.raises(CycleError) as caught:
         r.plan(["a", "b", "c", "d"])
     assert str(caught.value) == (

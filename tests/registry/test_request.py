@@ -208,8 +208,7 @@ def test_options_for_an_absent_plugin(lora):
     with pytest.raises(UnknownNameError) as caught:
         lora.plan("fsdp", options={"fsdpp": {}})
     assert str(caught.value) == (
-        "options are given for 'fsdpp', which is not in the pipeline. Did you mean 'fsdp'? It "
-        "consists of fsdp."
+        "options are given for 'fsdpp', which is not in the pipeline. Did you mean 'fsdp'? It consists of fsdp."
     )
 
 
@@ -284,9 +283,7 @@ def test_good_values(lora, name, value):
 
 
 def test_equal_values_in_other_spelling_have_one_lock(lora):
-    digests = {
-        lora.plan(text).lock.digest for text in ("lora(alpha=16)", "lora(alpha=16.0)", "lora(alpha=1.6e1)")
-    }
+    digests = {lora.plan(text).lock.digest for text in ("lora(alpha=16)", "lora(alpha=16.0)", "lora(alpha=1.6e1)")}
     assert len(digests) == 1
     assert lora.plan("lora(rank=1)").lock.digest != lora.plan("lora(rank=2)").lock.digest
     assert lora.plan("lora(drop=True)").lock.digest != lora.plan("lora(drop=1)").lock.digest

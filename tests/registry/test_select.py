@@ -34,9 +34,7 @@ def test_own_capability_does_not_meet_own_requirement(registry):
 
 
 def test_wants_are_pulled_in_where_possible(registry):
-    r = registry(
-        a={"wants": ("b", "zz", "cap.x")}, b={}, p={"provides": ("cap.x",)}, q={"provides": ("cap.x",)}
-    )
+    r = registry(a={"wants": ("b", "zz", "cap.x")}, b={}, p={"provides": ("cap.x",)}, q={"provides": ("cap.x",)})
     assert reasons(r.plan("a")) == {"a": "requested", "b": "wanted by a"}
 
 
@@ -163,9 +161,7 @@ def test_bundle_takes_no_options(registry):
 
 
 def test_two_distributions_claim_one_name(record, registry):
-    r = registry(
-        record("fsdp", distribution="good-fsdp"), record("fsdp", distribution="evil.fsdp"), record("lora")
-    )
+    r = registry(record("fsdp", distribution="good-fsdp"), record("fsdp", distribution="evil.fsdp"), record("lora"))
     assert [(x.name, x.distribution, x.status) for x in r.list()] == [
         ("fsdp", "evil.fsdp", "duplicate"),
         ("fsdp", "good-fsdp", "duplicate"),
@@ -230,7 +226,5 @@ def test_a_listed_name_must_be_installed(registry, source):
 
 
 def test_denied_requirements_say_so(registry):
-    with pytest.raises(
-        MissingRequirementError, match=r"which cannot be used: 'b' \[dist-b 1.0\] is excluded by deny="
-    ):
+    with pytest.raises(MissingRequirementError, match=r"which cannot be used: 'b' \[dist-b 1.0\] is excluded by deny="):
         registry(a={"requires": ("b",)}, b={}).plan("a", deny=["b"])

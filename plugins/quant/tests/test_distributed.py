@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import thunder_xform as tx
 
-for _plugin in ("ddp", "fsdp", "lora"):
+for _plugin in ("aten", "ddp", "fsdp", "lora"):
     pytest.importorskip(f"thunder_xform_{_plugin}", reason=f"needs the plugin {_plugin}")
 
 TOLERANCE = {"atol": 1e-6, "rtol": 1e-5}
@@ -35,6 +35,9 @@ class Net(torch.nn.Module):
 
     def forward(self, tokens):
         x = self.norm(self.embedding(tokens))
+        heads = x.unflatten(-1, (4, 16)).transpose(1, 2)
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        x = x + mixed.transpose(1, 2).flatten(2)
         return self.lm_head(self.down(torch.nn.functional.silu(self.up(x))))
 
 
@@ -135,6 +138,8 @@ def local(expected, shape):
 
 def agrees(names, options):
     """Two microbatches without synchronization and one with it: outputs, gradients and the full state."""
+    import thunder
+
     model = compiled(names, options)
     plain, trained, state = reference(names, options.get("quant", {}))
     for number, per_rank in enumerate(batches(3)):
@@ -144,6 +149,8 @@ def agrees(names, options):
         outputs = [plain(tokens) for tokens in per_rank]
         torch.testing.assert_close(output, outputs[dist.get_rank()], **TOLERANCE)
         (sum(o.square().mean() for o in outputs) / len(outputs)).backward()
+    ran = {bsym.sym.name for bsym in thunder.last_traces(model)[-1].bound_symbols}
+    assert ({"aten_attention", "aten_layer_norm", "aten_silu"} <= ran) == ("aten" in names)
     found = tx.handle(model).parameters
     assert {name for name, p in found.items() if p.requires_grad} == trained.keys()
     for name, parameter in trained.items():
@@ -158,7 +165,12 @@ def agrees(names, options):
     made(0).load_state_dict(full)
 
 
-SUBSETS = [(*some, parallel) for parallel in ("fsdp", "ddp") for some in ((), ("quant",), ("lora",), ("quant", "lora"))]
+SUBSETS = [
+    (*some, parallel, *kernels)
+    for parallel in ("fsdp", "ddp")
+    for some in ((), ("quant",), ("lora",), ("quant", "lora"))
+    for kernels in ((), ("aten",))
+]
 
 
 @pytest.mark.parametrize("names", SUBSETS, ids="+".join)

@@ -1,0 +1,38 @@
+"""Options of the plugin ``aten``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import thunder_xform as tx
+
+#: The operators that can be put on kernels of PyTorch's, by their names in Thunder's traces.
+OPERATORS = (
+    "chunk",
+    "gelu",
+    "layer_norm",
+    "relu",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "silu",
+    "tensor_split",
+    "unbind",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which operators."""
+
+    operators: Sequence[str] = OPERATORS
+    """Names of operators, as in torch and torch.nn.functional. With a fusing executor, "torchcompile" say, leave to
+    it what it fuses, and take ["scaled_dot_product_attention"]."""
+
+    def __post_init__(self) -> None:
+        names = (self.operators,) if isinstance(self.operators, str) else tuple(self.operators)
+        for name in names:
+            if name not in OPERATORS:
+                hint = tx.errors.closest(name, OPERATORS) if isinstance(name, str) else ""
+                raise ValueError(f"`operators` has {name!r}.{hint} Use any of {tx.errors.spell(OPERATORS)}")
+        object.__setattr__(self, "operators", names)
