@@ -1,13 +1,13 @@
 """LoRA: this project's `lora` plugin against PEFT, on one job, with float32 and with nf4 base weights.
 
-    python benchmarks/lora.py                     # tokens/s and peak memory, float32 base
+    python benchmarks/lora.py                     # tokens/s and peak memory, float32 base, with and without `aten`
     python benchmarks/lora.py --quant nf4         # both bases; bitsandbytes under PEFT, the `quant` plugin here
     python benchmarks/lora.py --torchcompile      # also through torch's Inductor, which the memory cannot be seen of
 
 Both train the same GPT on the same tokens with AdamW, from the same adapters; the losses that they reach are printed.
-With `--torchcompile` each runs through torch's Inductor, too: PEFT under `torch.compile`, the plugin with Thunder's
-executors `sdpa` and `torchcompile`. Without them Thunder takes attention and activations apart into small operators on
-CPU, plugin or not.
+By itself Thunder takes attention, norms and activations apart into small operators on CPU, plugin or not; `aten` puts
+PyTorch's kernels in their place. With `--torchcompile` each runs through torch's Inductor, too: PEFT under
+`torch.compile`, the plugin with Thunder's executors `sdpa` and `torchcompile`.
 Steps of all variants alternate, so a machine that slows down slows all of them; the ratios are taken step by step
 against PEFT on the same base and printed as median [quartiles]. Memory is the peak of live tensors in one step, with
 those of the model, its adapters and the optimizer; it does not depend on the allocator.
@@ -61,8 +61,10 @@ class Job:
     def peak(self) -> int:
         """Largest number of bytes alive in one step."""
         state = [v for slots in self.optimizer.state.values() for v in slots.values() if isinstance(v, torch.Tensor)]
+        # bitsandbytes keeps scales beside its parameters.
+        scales = [p.quant_state.absmax for p in self.model.parameters() if getattr(p, "quant_state", None) is not None]
         with LiveBytes() as live:
-            live.track([*self.model.parameters(), *self.model.buffers(), *state])
+            live.track([*self.model.parameters(), *self.model.buffers(), *state, *scales])
             self.step()
         return live.peak
 
