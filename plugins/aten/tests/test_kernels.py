@@ -141,7 +141,7 @@ def test_no_gradient_is_padded_and_added_up(like_eager):
     assert not {"torch_pad_prim_impl", "pad"} & {*ran}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 4), st.data())
 def test_chunks_of_any_shape(like_eager, shape, chunks, data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
