@@ -108,7 +108,7 @@ def _mapped(session: Session, index: int, hook: str, state: State, kind: Kind) -
     context = session.contexts[index]
     context.state_kind = kind
     try:
-        mapped = session.call(index, hook, state=state)
+        mapped = session.hooks.call(index, hook, state=state)
     finally:
         context.state_kind = None
     return state if mapped is None else mapped

@@ -21,7 +21,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from thunder_xform.errors import PipelineError
-from thunder_xform.host.ledger import Ledger, Version
+from thunder_xform.host.ledger import Ledger
+from thunder_xform.host.version import Version
 
 _UNPACK = prims.PrimIDs.UNPACK_TRIVIAL
 

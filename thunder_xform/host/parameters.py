@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 
 from thunder_xform.errors import PipelineError
-from thunder_xform.host.ledger import Ledger, Version
+from thunder_xform.host.ledger import Ledger
+from thunder_xform.host.version import Version
 
 
 class Parameters:

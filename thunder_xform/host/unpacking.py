@@ -13,7 +13,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from thunder_xform.host.inputs import InputTable
-from thunder_xform.host.ledger import MODEL, MODEL_STAGE, Ledger, Version
+from thunder_xform.host.ledger import MODEL, MODEL_STAGE, Ledger
+from thunder_xform.host.version import Version
 
 _UNPACK_STATE = (prims.unpack_parameter, prims.unpack_buffer)
 

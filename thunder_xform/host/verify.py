@@ -9,8 +9,9 @@ from thunder.core.proxies import Proxy
 from thunder.core.trace import TraceCtx
 
 from thunder_xform.host.inputs import InputTable, live_mismatch, matches
-from thunder_xform.host.ledger import Ledger, Version
+from thunder_xform.host.ledger import Ledger
 from thunder_xform.host.operators import operator_of
+from thunder_xform.host.version import Version
 
 _UNPACK = prims.PrimIDs.UNPACK_TRIVIAL
 

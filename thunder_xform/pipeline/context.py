@@ -10,7 +10,7 @@ from thunder_xform.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-    from thunder_xform.host.ledger import Version
+    from thunder_xform.host.version import Version
     from thunder_xform.pipeline.events import CompileEvent
     from thunder_xform.pipeline.session import Session
 
@@ -75,7 +75,7 @@ class Context:
 
     def sync_gradients(self) -> None:
         """Reduce what any plugin accumulated locally, in pipeline order. A collective."""
-        self._session.each("sync_gradients")
+        self._session.hooks.each("sync_gradients")
 
     def option_error(self, option: str, value: object, problem: str, remedy: str) -> OptionError:
         """An error about the value of one of the plugin's options, to be raised.

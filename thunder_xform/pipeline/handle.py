@@ -10,9 +10,9 @@ import torch
 
 from thunder_xform.checkpoint import IncompatibleKeys, Kind, export_state, import_state, sharding
 from thunder_xform.errors import PipelineError
-from thunder_xform.host.ledger import Version
 from thunder_xform.host.module import transforms_of
 from thunder_xform.host.transformed import session_of
+from thunder_xform.host.version import Version
 from thunder_xform.pipeline.events import CompileEvent
 from thunder_xform.pipeline.pipeline import Pipeline
 from thunder_xform.pipeline.session import Session
@@ -35,7 +35,7 @@ class Handle:
 
     def plugin(self, name: str) -> Any:
         """The plugin instance of that name."""
-        return self._session.plugin(name)
+        return self._session.hooks.plugin(name)
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -66,7 +66,7 @@ class Handle:
 
     def sync_gradients(self) -> None:
         """Reduce what was accumulated locally, for loops that end inside :meth:`no_sync`. A collective."""
-        self._session.each("sync_gradients")
+        self._session.hooks.each("sync_gradients")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm, over the whole model on all ranks, is at most ``max_norm``.

@@ -48,7 +48,7 @@ class Pipeline(list[Any]):
 
     def plugin(self, name: str) -> Any:
         """The plugin instance of that name."""
-        return self._session.plugin(name)
+        return self._session.hooks.plugin(name)
 
     @property
     def model(self) -> Any:
@@ -100,7 +100,7 @@ class Pipeline(list[Any]):
     def observe(self, *observers: object) -> Pipeline:
         """Register observers: objects whose ``@hookimpl(wrapper=True)`` methods surround every plugin's hooks."""
         for observer in observers:
-            self._session.observe(observer)
+            self._session.hooks.observe(observer)
         return self
 
 

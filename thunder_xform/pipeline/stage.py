@@ -89,7 +89,7 @@ class Stage(Transform):
     def _open(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx, InputTable]:
         session = self.session
         computation, table = read_inputs(session.ledger, prologue, computation, session.roots)
-        prologue = insert_guard(prologue, session.key)
+        prologue = insert_guard(prologue, session.key.read)
         if session.roots is not None:
             prologue = with_module_checks(prologue, session.roots, session.module)
         return derive_prologue(prologue, table, computation, session.ledger), computation, table
@@ -103,9 +103,9 @@ class Stage(Transform):
         prologue = derive_prologue(prologue, session.table, computation, session.ledger)
         if session.verify:
             for problem in verify.inconsistencies(prologue, computation, session.table, session.ledger):
-                session.fail(index, "before_autograd", problem, before, computation)
+                session.hooks.fail(index, "before_autograd", problem, before, computation)
             found = verify.trace_effects(before, computation)
-            session.check_declared(index, "before_autograd", found, before, computation)
+            session.hooks.check_declared(index, "before_autograd", found, before, computation)
         for trace in (prologue, computation):
             trace.set_provenance(TraceProvenance(f"thunder_xform plugin {session.names[index]}"))
         return prologue, computation
@@ -120,10 +120,10 @@ class Stage(Transform):
     def _call(self, hook: str, **view: Any) -> Any:
         """What the plugin's ``hook`` makes of its one argument, a view; the same if it returns None."""
         (given,) = view.values()
-        returned = self.session.call(self._index, hook, **view)
+        returned = self.session.hooks.call(self._index, hook, **view)
         if returned is None:
             return given
         if type(returned) is not type(given):
             kinds = type(returned).__name__, type(given).__name__
-            self.session.fail(self._index, hook, f"it returned a {kinds[0]} where a {kinds[1]} is expected")
+            self.session.hooks.fail(self._index, hook, f"it returned a {kinds[0]} where a {kinds[1]} is expected")
         return returned
