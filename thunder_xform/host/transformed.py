@@ -103,7 +103,7 @@ class TransformedModule(ThunderModule):
         An optimizer's ``zero_grad`` knows of ``.grad`` only.
         """
         super().zero_grad(set_to_none)
-        self.__dict__[_SESSION].each("discard_gradients")
+        self.__dict__[_SESSION].hooks.each("discard_gradients")
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally in the backward of calls made inside; see ``Handle.no_sync``."""
