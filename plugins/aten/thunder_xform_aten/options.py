@@ -26,8 +26,8 @@ class Options:
     """Which operators."""
 
     operators: Sequence[str] = OPERATORS
-    """Names of operators, as in torch and torch.nn.functional. With a fusing executor, "torchcompile" say, leave to
-    it what it fuses, and take ["scaled_dot_product_attention"]."""
+    """Names of operators, as in torch and torch.nn.functional. A fusing executor, "torchcompile" say, cannot fuse
+    those that are named."""
 
     def __post_init__(self) -> None:
         names = (self.operators,) if isinstance(self.operators, str) else tuple(self.operators)
