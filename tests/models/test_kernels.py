@@ -24,7 +24,7 @@ VOCABULARY, LENGTH = 96, 12
 def gpt(name, **sizes):
     from litgpt import GPT, Config
 
-    return GPT(Config.from_name(name, n_layer=2, n_embd=32, n_head=4, padded_vocab_size=VOCABULARY, **sizes))
+    return GPT(Config.from_name(name, n_layer=1, n_embd=32, n_head=4, padded_vocab_size=VOCABULARY, **sizes))
 
 
 def llama():
@@ -34,7 +34,7 @@ def llama():
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
