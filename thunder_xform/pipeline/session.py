@@ -48,9 +48,9 @@ class Session:
         self.resolution = resolution
         self.plugins = tuple(plugin for _, plugin in members)
         self.steps = tuple(step for step, _ in members)
-        self.names = tuple(step.name for step in self.steps)
         self.contexts = tuple(Context(self, s.name, s.distribution, i) for i, s in enumerate(self.steps))
         self.hooks = PluginHooks(self.steps, self.plugins, self.contexts)
+        self.names = self.hooks.names
         self.verify = verify
         self.no_sync_depth = 0
         self.events: list[CompileEvent] = []

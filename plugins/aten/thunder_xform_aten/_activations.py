@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import thunder_xform as tx
+from thunder_xform_aten._dtypes import is_floating
 
 _aten = torch.ops.aten
 
@@ -63,4 +64,4 @@ def silu(operation: tx.Operation) -> Any:
 
 def _plain(operation: tx.Operation) -> bool:
     x, *inplace = operation.args
-    return x.dtype == operation.output.dtype and "float" in str(x.dtype) and not any(inplace)
+    return x.dtype == operation.output.dtype and is_floating(x) and not any(inplace)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import thunder_xform as tx
+from thunder_xform_aten._dtypes import at_least_float32, is_floating
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -99,8 +100,8 @@ def _run_backward(
 
 
 def _meta(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float | None) -> tuple[Any, Any]:
-    dtype = query.dtype if str(query.dtype).endswith("float64") else torch.float32
-    return tx.tensor_like(query), tx.tensor_like(query, shape=query.shape[:3], dtype=dtype, requires_grad=False)
+    logsumexp = tx.tensor_like(query, shape=query.shape[:3], dtype=at_least_float32(query), requires_grad=False)
+    return tx.tensor_like(query), logsumexp
 
 
 def _run_mask_gradient(
@@ -125,7 +126,7 @@ def _gradients(inputs: tuple[Any, ...], outputs: tuple[Any, ...], gradients: tup
     query, key, value, mask, causal, scale = inputs
     saved = (gradients[0], query, key, value, mask, *outputs)
     # Thunder drops the mask's if nothing reads it.
-    of_mask = _mask_gradient(*saved, scale) if mask is not None and "float" in str(mask.dtype) else None
+    of_mask = _mask_gradient(*saved, scale) if mask is not None and is_floating(mask) else None
     return (*_attention_backward(*saved, causal, scale), of_mask, None, None)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import thunder_xform as tx
+from thunder_xform_aten._dtypes import at_least_float32, is_floating
 
 _aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ def rms_norm(operation: tx.Operation) -> Any:
 
 def _uniform(operation: tx.Operation, x: Any, *others: Any) -> bool:
     dtypes = {x.dtype, operation.output.dtype, *(other.dtype for other in others if other is not None)}
-    return len(dtypes) == 1 and "float" in str(x.dtype) and math.prod(x.shape) > 0
+    return len(dtypes) == 1 and is_floating(x) and math.prod(x.shape) > 0
 
 
 def _stated(x: Any, normalized: Sequence[int], dtype: Any) -> Any:
@@ -40,12 +41,8 @@ def _stated(x: Any, normalized: Sequence[int], dtype: Any) -> Any:
     return tx.tensor_like(x, shape=rows, dtype=dtype, requires_grad=False)
 
 
-def _at_least_float32(x: Any) -> Any:
-    return x.dtype if str(x.dtype).endswith("float64") else torch.float32
-
-
 def _layer_norm_meta(x: Any, normalized: tuple[int, ...], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
-    dtype = x.dtype if x.device.type == "cpu" else _at_least_float32(x)
+    dtype = x.dtype if x.device.type == "cpu" else at_least_float32(x)
     return tx.tensor_like(x), _stated(x, normalized, dtype), _stated(x, normalized, dtype)
 
 
@@ -147,7 +144,7 @@ def _rms_norm_gradients(inputs: tuple[Any, ...], outputs: tuple[Any, ...], gradi
 #: ``_rms_norm(x, normalized_shape, weight, eps) -> (y, 1 / root mean square)``
 _rms_norm = tx.operator(
     "aten_rms_norm",
-    meta=lambda x, normalized, weight, eps: (tx.tensor_like(x), _stated(x, normalized, _at_least_float32(x))),
+    meta=lambda x, normalized, weight, eps: (tx.tensor_like(x), _stated(x, normalized, at_least_float32(x))),
     fn=_run_rms_norm,
     backward=_rms_norm_gradients,
 )
