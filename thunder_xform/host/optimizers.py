@@ -36,9 +36,16 @@ class OptimizerCheck:
             and original is not ledger.tensor(name)
         }
         trained = [p for p in live().values() if p.requires_grad] if self._replaced else []
-        self._hooks = [p.register_post_accumulate_grad_hook(self._at_gradient) for p in trained]
+        # The garbage collector does not see through a tensor's hooks: a model that they held would never be freed.
+        self_ = weakref.ref(self)
 
-    def _at_gradient(self, parameter: torch.Tensor) -> None:
+        def at_gradient(parameter: torch.Tensor) -> None:
+            if (check := self_()) is not None:
+                check._at_gradient()
+
+        self._hooks = [p.register_post_accumulate_grad_hook(at_gradient) for p in trained]
+
+    def _at_gradient(self) -> None:
         self.run()
         for hook in self._hooks:
             hook.remove()
