@@ -252,3 +252,44 @@ def test_the_users_module_is_untouched_where_plugins_hold_copies():
     for name, value in model.state_dict().items():
         if name in parameters:
             assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s: s.update(mask=torch.rand(3).to_sparse()), "'mask' is torch.sparse_coo and no dense tensor"),
+        (lambda s: s.update(mask=torch.rand(3).to_mkldnn()), "'mask' is torch._mkldnn and no dense tensor"),
+        (lambda s: s.update(mask=nn.UninitializedBuffer()), "'mask' is not initialized yet"),
+        (
+            lambda s: s.update(mask=torch.empty(3, dtype=torch.float4_e2m1fn_x2)),
+            "'mask' is torch.float4_e2m1fn_x2, which torch cannot convert to torch.float32",
+        ),
+        (lambda s: s.update(mask=torch.rand(3) + 1j), "'mask' is torch.complex64, but the model holds torch.float32"),
+    ],
+)
+def test_v35_what_cannot_be_copied_changes_nothing(change, told):
+    handle = make(Net())
+    before = live(handle)
+    state = {name: tensor + 1 for name, tensor in Net().state_dict().items()}
+    change(state)
+    with pytest.raises(tx.errors.CheckpointError) as caught:
+        handle.load_state_dict(state, strict=False)
+    remedy = "Load it into a model of the same architecture and options."
+    assert str(caught.value) == f"The state does not fit: {told}. {remedy}"
+    torch.testing.assert_close(live(handle), before, atol=0, rtol=0)
+
+
+def test_v35_a_model_that_cannot_be_written_to_stays_whole():
+    model = nn.Linear(2, 2)
+    model.register_buffer("ones", torch.ones(1).expand(3))
+    with torch.inference_mode():
+        model.register_buffer("made", torch.ones(3))
+    handle = tx.handle(thunder.jit(model, transforms=pipeline_of(nothing=tx.Plugin(None))))
+    before = live(handle)
+    with pytest.raises(tx.errors.CheckpointError) as caught:
+        handle.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    assert str(caught.value) == (
+        "The model cannot be written to: 'ones' is an expanded view, 'made' was made in inference mode. "
+        "Give the module clones of them before thunder.jit."
+    )
+    torch.testing.assert_close(live(handle), before, atol=0, rtol=0)

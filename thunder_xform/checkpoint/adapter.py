@@ -57,7 +57,21 @@ def adapter_request(path: str | os.PathLike[str]) -> list[tuple[str, dict[str, A
             "Pass a file that save_adapter wrote.",
             path=os.fspath(path),
         )
-    return list(json.loads(metadata["plugins"]).items())
+    try:
+        plugins = json.loads(metadata["plugins"])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    if not isinstance(plugins, dict) or not all(isinstance(options, dict) for options in plugins.values()):
+        raise _damaged(path, "no options by plugin")
+    return list(plugins.items())
+
+
+def _damaged(path: str | os.PathLike[str], what: str) -> CheckpointError:
+    return CheckpointError(
+        f"The metadata of {os.fspath(path)} do not say which plugins its adapters are of ({what}).",
+        "The file is damaged or was edited; save the adapters again.",
+        path=os.fspath(path),
+    )
 
 
 def load_adapter(handle: Handle, path: str | os.PathLike[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+import torch
 
 from thunder_xform.errors import CheckpointError
 from thunder_xform.host.ledger import MODEL, MODEL_STAGE
@@ -29,6 +32,12 @@ def plain_shapes(session: Session) -> dict[str, tuple[int, ...]]:
             )
         shapes[key] = version.shape
     return shapes
+
+
+def plain_dtypes(session: Session, keys: Iterable[str]) -> dict[str, torch.dtype]:
+    """Dtypes that the plain model has its parameters and buffers in, for keys of :func:`plain_shapes`."""
+    versions = {key: session.ledger.at(key, MODEL_STAGE) for key in keys}
+    return {key: version.dtype for key, version in versions.items() if version is not None}
 
 
 def stored_names(session: Session, kind: str) -> tuple[str, ...]:

@@ -96,6 +96,20 @@ def part(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def expected_shapes(session: Session, given: Mapping[str, torch.Tensor], kind: str) -> dict[str, tuple[int, ...]]:
+    """The shape that each tensor of a given adapter or sharded state is to have: one of two, whichever fits.
+
+    It comes whole, or in a sharded state as this rank's part; adapters may come as operators see them, too. DTensors,
+    which :func:`local` compares with mesh and placements, may have any shape here.
+    """
+    shapes = {}
+    for name, value in given.items():
+        version, shape = session.ledger.latest(name), tuple(value.shape)
+        good = {version.stored_shape if kind == "sharded" else version.shape, _whole_shape(session, name)}
+        shapes[name] = shape if shape in good or isinstance(value, DTensor) else _whole_shape(session, name)
+    return shapes
+
+
 def _cut(session: Session, name: str) -> tuple[DeviceMesh, torch.Size] | None:
     """The ranks that share the tensor, and its whole shape with scalars as one row; None if it is not cut."""
     if (stage := _cutter(session, name)) is None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 
 from thunder_xform.checkpoint import sharding
-from thunder_xform.checkpoint.names import plain_shapes, stored_names
+from thunder_xform.checkpoint.names import plain_dtypes, plain_shapes, stored_names
 from thunder_xform.checkpoint.validation import (
     check_keys,
     check_numbers,
     check_shapes,
     check_values,
+    check_writable,
     fold_aliases,
 )
 from thunder_xform.errors import CheckpointError, closest, spell
@@ -65,18 +66,23 @@ def import_state(session: Session, state: Mapping[str, Any], kind: Kind, strict:
         expected = shapes if kind == "full" else names
         keys = IncompatibleKeys(*check_keys(expected, state, strict))
         given = {key: value for key, value in state.items() if key in expected}
-        check_values(given)
+        check_values(given, distributed=kind == "sharded")
         if kind == "full":
             check_shapes(given, shapes)
+            check_numbers(given, plain_dtypes(session, given))
             given = fold_aliases(session.ledger, given)
+        else:
+            check_shapes(given, sharding.expected_shapes(session, given, kind))
         if kind == "sharded":
             given = {name: sharding.local(session, name, value) for name, value in given.items()}
+            check_values(given)
         for index in _order(session):
             given = _mapped(session, index, "import_state", given, kind)
         live = {name: session.ledger.tensor(name) for name in names}
         check_keys(live, given, strict=True, partial=True)
         check_shapes(given, {name: tuple(tensor.shape) for name, tensor in live.items()})
-        check_numbers(given, live)
+        check_numbers(given, {name: tensor.dtype for name, tensor in live.items()})
+        check_writable({name: live[name] for name in given})
     with torch.no_grad():
         for name, value in given.items():
             live[name].copy_(value)

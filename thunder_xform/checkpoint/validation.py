@@ -6,6 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_xform.errors import CheckpointError, closest
 from thunder_xform.host.ledger import Ledger
@@ -55,15 +59,32 @@ def _listed(items: Sequence[str]) -> str:
     return ", ".join(items[:_SHOWN]) + more
 
 
-def check_values(given: Mapping[str, Any]) -> None:
-    """Refuse values that are no tensors or have no data."""
-    problems = []
-    for key, value in given.items():
-        if not isinstance(value, torch.Tensor):
-            problems.append(f"{key!r} is of type {type(value).__name__} and no tensor")
-        elif value.is_meta:
-            problems.append(f"{key!r} is on the meta device and has no data")
-    _refuse(problems)
+def check_values(given: Mapping[str, Any], *, distributed: bool = False) -> None:
+    """Refuse values that are no tensors, or that cannot be copied into an ordinary one.
+
+    Args:
+        given: values by key.
+        distributed: whether DTensors are welcome.
+    """
+    _refuse(f"{key!r} {fault}" for key, value in given.items() if (fault := _fault(value, distributed)))
+
+
+def _fault(value: Any, distributed: bool) -> str:
+    """What is wrong with a value, as the rest of a sentence; empty if nothing is."""
+    if not isinstance(value, torch.Tensor):
+        return f"is of type {type(value).__name__} and no tensor"
+    if isinstance(value, DTensor):
+        return "" if distributed else f"is a DTensor in {value.placements}; its full_tensor() is wanted"
+    if value.is_meta or is_fake(value):
+        return "is on the meta device and has no data"
+    if is_lazy(value):
+        return "is not initialized yet"
+    if value.is_nested or value.layout != torch.strided:
+        return f"is {'nested' if value.is_nested else value.layout} and no dense tensor"
+    if value.is_quantized:
+        return f"is quantized ({value.dtype}); its dequantize() is wanted"
+    subclass: object = value
+    return f"is a {type(value).__name__} and no plain tensor" if is_traceable_wrapper_subclass(subclass) else ""
 
 
 def check_shapes(given: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -75,19 +96,42 @@ def check_shapes(given: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[i
     )
 
 
-def check_numbers(given: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
-    """Refuse conversions between complex, floating and integral numbers."""
-    _refuse(
-        f"{key!r} is {value.dtype}, but the model holds {live[key].dtype}"
-        for key, value in given.items()
-        if _numbers(value) != _numbers(live[key])
-    )
+def check_numbers(given: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Refuse conversions between complex, floating and integral numbers, and those that torch does not have."""
+    problems, copied = [], set()
+    for key, value in given.items():
+        wanted = dtypes[key]
+        if _numbers(value.dtype) != _numbers(wanted):
+            problems.append(f"{key!r} is {value.dtype}, but the model holds {wanted}")
+        elif value.dtype != wanted and (value.dtype, wanted) not in copied:
+            try:
+                torch.empty(1, dtype=wanted).copy_(torch.empty(1, dtype=value.dtype))
+            except (RuntimeError, NotImplementedError):
+                problems.append(f"{key!r} is {value.dtype}, which torch cannot convert to {wanted}")
+            copied.add((value.dtype, wanted))
+    _refuse(problems)
 
 
-def _numbers(tensor: torch.Tensor) -> str:
-    if tensor.is_complex():
+def check_writable(live: Mapping[str, torch.Tensor]) -> None:
+    """Refuse to write to tensors of the model that cannot be written to."""
+    problems = []
+    for key, tensor in live.items():
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            problems.append(f"{key!r} was made in inference mode")
+        elif any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            problems.append(f"{key!r} is an expanded view")
+    if problems:
+        raise CheckpointError(
+            f"The model cannot be written to: {_listed(problems)}.",
+            "Give the module clones of them before thunder.jit.",
+            mismatched=tuple(problems),
+        )
+
+
+def _numbers(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
         return "complex"
-    return "floating" if tensor.is_floating_point() else "integral"
+    return "floating" if dtype.is_floating_point else "integral"
 
 
 def _refuse(problems: Iterable[str]) -> None:

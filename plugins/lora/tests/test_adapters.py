@@ -290,7 +290,6 @@ def test_adapters_of_their_own_options_resume(tmp_path):
         ({"a": {"rnk": 1, "use_dors": True}}, "gives 'a' the option 'rnk', which there is not"),
         ({"a": {"use_dors": True}}, "'use_dors', which there is not; did you mean 'use_dora'?"),
         ({"a": {"adapters": ["b"]}}, "'adapters', which there is not"),
-        ({"a": {"r": 7}}, "`r` is 7, larger than 'first'"),
         ({"a": {"init_lora_weights": "pissa"}, "b": {}}, "with init_lora_weights='pissa' there can be one only"),
         ({}, "one name is needed"),
     ],

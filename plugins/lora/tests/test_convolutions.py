@@ -94,7 +94,6 @@ def test_groups(jit, peft_of, backward_both, tmp_path):
         ({"padding_mode": "circular"}, {}, "'0' has padding_mode='circular', which PEFT's"),
         ({"groups": 4}, {"r": 6}, "'0' has 4 groups, but `r` is 6, which these do not divide"),
         ({"groups": 2}, {"use_dora": True}, "'0' has 2 groups, and `use_dora` goes with one"),
-        ({}, {"r": 9}, "`r` is 9, larger than '0'"),
     ],
 )
 def test_what_peft_cannot_is_refused(settings, options, problem):

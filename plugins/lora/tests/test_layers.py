@@ -68,10 +68,14 @@ def test_u07_rank_zero_says_what_a_rank_is():
         tx.registry.resolve(["lora"], options={"lora": {"r": 0}})
 
 
-def test_u07_rank_larger_than_the_layer():
+def test_a_rank_larger_than_the_layer_has_no_principal_part():
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6))
-    with pytest.raises(tx.errors.OptionError, match="`r` is 5, larger than '0', which maps 4 to 6") as caught:
-        thunder.jit(model, transforms=tx.registry.resolve(["lora"], options={"lora": {"r": 5}}))
+    with pytest.raises(tx.errors.OptionError) as caught:
+        thunder.jit(model, transforms=tx.registry.resolve("lora(r=5, init_lora_weights='pissa')"))
+    assert str(caught.value) == (
+        "`r` is 5, but '0' maps 4 to 6 features, and its weight has no more than 4 principal components. "
+        "Lower `r` to 4 or exclude the layer with exclude_modules=['0']."
+    )
     assert (caught.value.plugin, caught.value.option, caught.value.value) == ("lora", "r", "5")
     assert caught.value.distribution == "thunder-xform-lora"
 

@@ -45,7 +45,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
         config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON ({error}).",
             "Pass the folder that PEFT's save_pretrained wrote.",
@@ -74,14 +74,22 @@ def read_config(folder: Path) -> dict[str, Any]:
             path=str(path),
         )
     options = {name: config[name] for name in config if name in _known()}
-    if options.get("init_lora_weights", True) not in (True, False, "gaussian", "pissa"):
+    if isinstance(init := options.get("init_lora_weights"), str) and init not in ("gaussian", "pissa"):
         raise CheckpointError(
-            f"{path} says init_lora_weights={options['init_lora_weights']!r}, and such adapters may go with another "
+            f"{path} says init_lora_weights={init!r}, and such adapters may go with another "
             f"base model than the plain one.",
             "Convert the adapter with PEFT (path_initial_model_for_weight_conversion).",
             path=str(path),
             fields=("init_lora_weights",),
         )
+    try:
+        Options(**options)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} holds options that no adapter has: {error}.",
+            "The file is damaged or was edited; save the adapter with PEFT once more.",
+            path=str(path),
+        ) from error
     return options
 
 

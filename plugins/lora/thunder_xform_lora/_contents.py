@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -24,19 +23,22 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     if not path.exists() and (folder / _OLD_WEIGHTS_FILE).exists():
         path = folder / _OLD_WEIGHTS_FILE
     try:
-        if path.suffix == ".bin":
-            state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-            return state
-        return load_file(path)
-    except pickle.UnpicklingError as error:
-        # torch's message goes on to explain how to run what is in there.
-        raise CheckpointError(
-            f"{path} is damaged or holds more than tensors.", "Save as safetensors.", path=str(path)
-        ) from error
-    except (OSError, RuntimeError, EOFError, SafetensorError) as error:
+        if path.suffix != ".bin":
+            return load_file(path)
+        state: object = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}).", "Check that the file is there and complete.", path=str(path)
         ) from error
+    except Exception as error:  # A damaged pickle raises anything; torch's message explains how to run what is in it.
+        raise CheckpointError(
+            f"{path} is damaged or holds more than tensors.", "Save as safetensors.", path=str(path)
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(
+            f"{path} holds something else than tensors by name.", "Save it with PEFT.", path=str(path)
+        )
+    return state
 
 
 def without_base(
@@ -55,7 +57,7 @@ def without_base(
         if own is None:
             continue
         value = kept.pop(key)
-        if own.is_meta or not torch.equal(value.to(own), own):
+        if own.is_meta or value.shape != own.shape or not torch.equal(value.to(own), own):
             raise CheckpointError(
                 f"The adapter in {folder} brings the model's own {key!r}, "
                 f"{'which cannot be compared: the model holds no data' if own.is_meta else 'with other values'}.",
@@ -88,7 +90,8 @@ def by_name(given: Mapping[str, torch.Tensor], keys: Mapping[str, str], folder: 
     """The tensors by their names in the model, where tied layers have one adapter."""
     state: dict[str, torch.Tensor] = {}
     for key, name in keys.items():
-        if not torch.equal(state.setdefault(name, given[key]), given[key]):
+        first_value, value = state.setdefault(name, given[key]), given[key]
+        if first_value.dtype != value.dtype or not torch.equal(first_value, value):
             first = next(other for other, its_name in keys.items() if its_name == name)
             raise CheckpointError(
                 f"The adapter in {folder} has different tensors for {first!r} and {key!r}, but the layers share a "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -41,10 +40,6 @@ class Convolution(Layer):
             or (operation.name == _PRIMITIVE and not operation.args[6] and operation.args[1].ndim == cls.dims + 2)
         )
         return operation.parameter(1) if fits else None
-
-    @property
-    def largest_rank(self) -> int:
-        return min(self.in_features * math.prod(self._kernel), self.out_features)
 
     def refusal(self, r: int, options: Options) -> str | None:
         if self._odd:

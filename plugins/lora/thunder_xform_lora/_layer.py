@@ -65,7 +65,7 @@ class Layer(ABC):
 
     @property
     def largest_rank(self) -> int:
-        """From this rank on, an adapter can be any weight."""
+        """How many principal components a weight has; from this rank on, an adapter can be any weight."""
         return min(self.in_features, self.out_features)
 
     def refusal(self, r: int, options: Options) -> str | None:

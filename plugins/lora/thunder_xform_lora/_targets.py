@@ -120,11 +120,12 @@ def _weight_of(path: str, layer: Layer, params: tx.Parameters, ctx: tx.Context) 
 
 def _check_layer(r: int, path: str, layer: Layer, options: Options, ctx: tx.Context) -> None:
     """Refuse a layer that cannot have such an adapter."""
-    if r > (largest := layer.largest_rank):
+    if r > (largest := layer.largest_rank) and layer.linear and options.init_lora_weights == "pissa":
         raise ctx.option_error(
             "r",
             r,
-            f"`r` is {r}, larger than {path!r}, which maps {layer.in_features} to {layer.out_features} features.",
+            f"`r` is {r}, but {path!r} maps {layer.in_features} to {layer.out_features} features, and its weight has "
+            f"no more than {largest} principal components.",
             f"Lower `r` to {largest} or exclude the layer with exclude_modules=[{path!r}].",
         )
     if reason := layer.refusal(r, options):

@@ -36,7 +36,7 @@ class Options:
     """
 
     r: int = 8
-    """Rank of the adapters: at least 1, at most the smaller side of every layer that gets one."""
+    """Rank of the adapters: at least 1; under "pissa" at most the smaller side of every layer that gets one."""
     lora_alpha: float = 8.0
     """Numerator of the scaling lora_alpha / r of the adapters' output; positive."""
     lora_dropout: float = 0.0
