@@ -15,11 +15,11 @@ import pluggy
 if TYPE_CHECKING:
     import torch
 
+    from thunder_xform.context import Context
     from thunder_xform.host.computation import Computation
     from thunder_xform.host.parameters import Parameters
     from thunder_xform.host.prologue import Prologue
     from thunder_xform.host.schedule import Schedule
-    from thunder_xform.pipeline.context import Context
 
 PROJECT = "thunder_xform"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from thunder_xform.pipeline.context import Context
+    from thunder_xform.context import Context
 
 Pattern = str | Sequence[str]
 

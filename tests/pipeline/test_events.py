@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import thunder_xform as tx
-from thunder_xform.pipeline.events import CompileEvent, reasons
+from thunder_xform.host.events import CompileEvent, reasons
 from thunder_xform.testing import pipeline_of
 
 import thunder  # isort: skip

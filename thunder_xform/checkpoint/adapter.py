@@ -7,20 +7,28 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from thunder_xform.checkpoint.state import export_state, import_state
 from thunder_xform.errors import CheckpointError
 from thunder_xform.parallel.agreement import together
 
 if TYPE_CHECKING:
-    from thunder_xform.pipeline.handle import Handle
+    from thunder_xform.context import Session
 
 _FORMAT = "thunder-xform adapter 1"
 _T = TypeVar("_T")
+
+
+class Handle(Protocol):
+    """What is needed of a :class:`thunder_xform.Handle`."""
+
+    @property
+    def _session(self) -> Session: ...
 
 
 def save_adapter(handle: Handle, path: str | os.PathLike[str]) -> None:
@@ -32,7 +40,7 @@ def save_adapter(handle: Handle, path: str | os.PathLike[str]) -> None:
         CheckpointError: the pipeline has no adapters.
         OSError: the file cannot be written.
     """
-    state = handle.state_dict(kind="adapter")
+    state = export_state(handle._session, "adapter")
     if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
         return
     metadata = {"format": _FORMAT, "plugins": json.dumps(_options(handle))}
@@ -93,13 +101,13 @@ def load_adapter(handle: Handle, path: str | os.PathLike[str]) -> None:
                 path=os.fspath(path),
             )
         tensors = _reading(path, load_file)
-    handle.load_state_dict(tensors, kind="adapter")
+    import_state(handle._session, tensors, "adapter")
 
 
 def _options(handle: Handle) -> dict[str, dict[str, Any]]:
     """Options of the adapter plugins by name, in the types that JSON has."""
-    steps = [step for step in handle._session.steps if step.manifest.stage == "adapters"]
-    options = {step.name: _values(handle.plugin(step.name).options) for step in steps}
+    members = zip(handle._session.steps, handle._session.plugins, strict=True)
+    options = {step.name: _values(plugin.options) for step, plugin in members if step.manifest.stage == "adapters"}
     plain: dict[str, dict[str, Any]] = json.loads(json.dumps(options))
     return plain
 

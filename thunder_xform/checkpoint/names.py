@@ -11,7 +11,7 @@ from thunder_xform.errors import CheckpointError
 from thunder_xform.host.ledger import MODEL, MODEL_STAGE
 
 if TYPE_CHECKING:
-    from thunder_xform.pipeline.session import Session
+    from thunder_xform.context import Session
 
 
 def plain_shapes(session: Session) -> dict[str, tuple[int, ...]]:

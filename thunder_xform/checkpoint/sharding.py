@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from thunder_xform.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from thunder_xform.pipeline.session import Session
+    from thunder_xform.context import Session
 
 
 def distributed(session: Session, name: str, local: torch.Tensor) -> torch.Tensor:

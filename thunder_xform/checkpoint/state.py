@@ -21,7 +21,7 @@ from thunder_xform.errors import CheckpointError, closest, spell
 from thunder_xform.parallel.agreement import together
 
 if TYPE_CHECKING:
-    from thunder_xform.pipeline.session import Session
+    from thunder_xform.context import Session
 
 Kind = Literal["full", "adapter", "sharded"]
 State = dict[str, torch.Tensor]

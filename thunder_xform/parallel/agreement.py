@@ -7,17 +7,23 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 
 from thunder_xform.errors import ParallelError, spell
 
-if TYPE_CHECKING:
-    from thunder_xform.registry import Lock
-
 #: Differences that a message lists.
 _SHOWN = 10
+
+
+class Lock(Protocol):
+    """What is needed of the lock of a resolution."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Self: ...
+    def to_json(self) -> str: ...
+    def diff(self, other: Self) -> tuple[str, ...]: ...
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:

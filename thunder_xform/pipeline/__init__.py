@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from thunder_xform.pipeline.context import Context
-from thunder_xform.pipeline.events import CompileEvent
+from thunder_xform.context import Context
+from thunder_xform.host.events import CompileEvent
 from thunder_xform.pipeline.handle import Handle, handle
 from thunder_xform.pipeline.instruments import Timing, TraceDump
 from thunder_xform.pipeline.pipeline import Pipeline, build

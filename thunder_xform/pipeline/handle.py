@@ -10,10 +10,10 @@ import torch
 
 from thunder_xform.checkpoint import IncompatibleKeys, Kind, export_state, import_state, sharding
 from thunder_xform.errors import PipelineError
+from thunder_xform.host.events import CompileEvent
 from thunder_xform.host.module import transforms_of
 from thunder_xform.host.transformed import session_of
 from thunder_xform.host.version import Version
-from thunder_xform.pipeline.events import CompileEvent
 from thunder_xform.pipeline.pipeline import Pipeline
 from thunder_xform.pipeline.session import Session
 from thunder_xform.pipeline.stage import Stage

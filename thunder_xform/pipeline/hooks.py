@@ -15,8 +15,8 @@ from thunder_xform.host import verify
 from thunder_xform.pipeline.instruments import Timing
 
 if TYPE_CHECKING:
-    from thunder_xform.pipeline.context import Context
-    from thunder_xform.registry import Step
+    from thunder_xform.context import Context
+    from thunder_xform.registry.step import Step
 
 
 class PluginHooks:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from thunder_xform.context import Context
 from thunder_xform.errors import PipelineError
 from thunder_xform.hookspecs import hookimpl
-from thunder_xform.pipeline.context import Context
 
 _HEADER = "# thunder-xform trace: "
 _Wrapped = Generator[None, Any, Any]

@@ -15,7 +15,9 @@ from thunder_xform.pipeline.stage import Stage
 if TYPE_CHECKING:
     import torch
 
-    from thunder_xform.registry import Lock, Resolution, Step
+    from thunder_xform.registry.lock import Lock
+    from thunder_xform.registry.resolution import Resolution
+    from thunder_xform.registry.step import Step
 
 
 class Pipeline(list[Any]):

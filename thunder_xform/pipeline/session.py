@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from thunder_xform.context import Context
 from thunder_xform.errors import PipelineError
 from thunder_xform.host import transformed, verify
+from thunder_xform.host.events import CompileEvent, reasons
 from thunder_xform.host.functions import compilation_under_way
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.ledger import Ledger
@@ -20,13 +22,12 @@ from thunder_xform.host.parameters import Parameters
 from thunder_xform.host.types import ThunderModule
 from thunder_xform.host.version import Version
 from thunder_xform.parallel.agreement import agree_on, refuse_overlaps, together
-from thunder_xform.pipeline.context import Context
-from thunder_xform.pipeline.events import CompileEvent, reasons
 from thunder_xform.pipeline.guard_key import GuardKey
 from thunder_xform.pipeline.hooks import PluginHooks
 
 if TYPE_CHECKING:
-    from thunder_xform.registry import Resolution, Step
+    from thunder_xform.registry.resolution import Resolution
+    from thunder_xform.registry.step import Step
 
 
 class Session:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from thunder_xform.registry._lock import Lock
 from thunder_xform.registry._order import Edge
 from thunder_xform.registry._record import Record
 from thunder_xform.registry._registry import Edges, Options, Registry, installed
-from thunder_xform.registry._resolution import Explanation, Resolution
-from thunder_xform.registry._step import Step
+from thunder_xform.registry.lock import Lock
+from thunder_xform.registry.resolution import Explanation, Resolution
+from thunder_xform.registry.step import Step
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline import Pipeline

@@ -9,7 +9,7 @@ from thunder_xform.errors import ConflictError, UnorderedEffectsError, spell
 from thunder_xform.manifest import Effects
 from thunder_xform.registry._order import Graph
 from thunder_xform.registry._request import same
-from thunder_xform.registry._step import Step
+from thunder_xform.registry.step import Step
 
 __all__ = ["check_conflicts", "check_effects", "check_exclusive"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from thunder_xform.errors import HostVersionError, spell
 from thunder_xform.registry._record import Record
-from thunder_xform.registry._step import Step
+from thunder_xform.registry.step import Step
 
 __all__ = ["check_host", "host_versions", "installed_version", "require_host"]
 

@@ -8,9 +8,9 @@ import typing
 from typing import Any
 
 from thunder_xform.errors import LoadError, OptionError, UnknownOptionError, XformError
-from thunder_xform.registry._resolution import Resolution
-from thunder_xform.registry._step import Step
 from thunder_xform.registry._values import convert_option
+from thunder_xform.registry.resolution import Resolution
+from thunder_xform.registry.step import Step
 
 __all__ = ["load", "load_class"]
 

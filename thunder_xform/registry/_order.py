@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from thunder_xform.errors import CycleError, spell
 from thunder_xform.manifest import STAGES
-from thunder_xform.registry._step import Step
+from thunder_xform.registry.step import Step
 
 __all__ = ["Edge", "Graph"]
 

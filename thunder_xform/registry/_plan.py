@@ -22,10 +22,10 @@ from thunder_xform.registry._options import read_options
 from thunder_xform.registry._order import Graph
 from thunder_xform.registry._record import Record
 from thunder_xform.registry._request import Wish, canonical, read_request, same
-from thunder_xform.registry._resolution import Resolution
 from thunder_xform.registry._select import Selection
-from thunder_xform.registry._step import Step
 from thunder_xform.registry._values import convert_option, static_hint
+from thunder_xform.registry.resolution import Resolution
+from thunder_xform.registry.step import Step
 
 __all__ = ["make_plan"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from thunder_xform.registry._catalog import Catalog
 from thunder_xform.registry._policy import Policy
 from thunder_xform.registry._record import Record
-from thunder_xform.registry._resolution import Explanation, Resolution
+from thunder_xform.registry.resolution import Explanation, Resolution
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline import Pipeline

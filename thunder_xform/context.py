@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from thunder_xform.errors import OptionError
 
 if TYPE_CHECKING:
     import torch
 
+    from thunder_xform.host.events import CompileEvent
+    from thunder_xform.host.ledger import Ledger
     from thunder_xform.host.version import Version
-    from thunder_xform.pipeline.events import CompileEvent
-    from thunder_xform.pipeline.session import Session
+    from thunder_xform.manifest import Manifest
+
+
+class Step(Protocol):
+    """What is needed of a step of a resolution."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def manifest(self) -> Manifest: ...
+
+
+class Hooks(Protocol):
+    """Calls the hooks of plugins by their position in the pipeline."""
+
+    def call(self, index: int, hook: str, **arguments: Any) -> Any:
+        """Call one plugin's implementation; None if it has none."""
+
+    def each(self, hook: str, **arguments: Any) -> None:
+        """Call every plugin's in order."""
+
+
+class Session(Protocol):
+    """What plugins and checkpoints need of the transformation of one model."""
+
+    module: Any
+    ledger: Ledger
+    events: list[CompileEvent]
+    groups: list[Any]
+    no_sync_depth: int
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def plugins(self) -> tuple[Any, ...]: ...
+    @property
+    def steps(self) -> Sequence[Step]: ...
+    @property
+    def contexts(self) -> Sequence[Context]: ...
+    @property
+    def hooks(self) -> Hooks: ...
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Live parameters by name, tied ones once."""
 
 
 class Context:

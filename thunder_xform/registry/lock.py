@@ -14,8 +14,8 @@ from typing import Any
 
 from thunder_xform.errors import ResolutionError
 from thunder_xform.registry._host import host_versions
-from thunder_xform.registry._step import Step
 from thunder_xform.registry._text import type_name
+from thunder_xform.registry.step import Step
 
 __all__ = ["Lock"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from thunder_xform.errors import UnknownNameError, closest, spell
-from thunder_xform.registry._lock import Lock
 from thunder_xform.registry._order import Edge, Graph
-from thunder_xform.registry._step import Step
 from thunder_xform.registry._text import render
+from thunder_xform.registry.lock import Lock
+from thunder_xform.registry.step import Step
 
 __all__ = ["Explanation", "Resolution"]
 
