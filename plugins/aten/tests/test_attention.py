@@ -73,6 +73,7 @@ def test_the_gradient_of_a_mask(like_eager, dtype, shape):
                 q, k, v, attn_mask=mask * 2 if computed else mask, scale=0.7
             ),
             atol=2e-6,
+            rtol=1e-6,
             **qkv(keys=7, dtype=dtype),
             mask=torch.randn(shape, dtype=dtype),
         )

@@ -171,8 +171,9 @@ def test_u02_u05_no_sync(ranks):
     for x, y in zip(xs, ys, strict=True):
         torch.stack([F.mse_loss(eager(model, state, x[r]), y[r]) for r in range(2)]).mean().backward()
     expected = {name: p.grad for name, p in state.items() if p.grad is not None}
+    # Adapters of norm one give gradients of up to 20: float32 rounds them at 1e-6, elements near zero among them too.
     for _, found in results:
-        torch.testing.assert_close({n: found[n] for n in expected}, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close({n: found[n] for n in expected}, expected, atol=1e-5, rtol=1e-5)
 
 
 def refused(names):
