@@ -6,7 +6,7 @@ from torch import nn
 
 import thunder_xform as tx
 from thunder_xform.errors import PipelineError
-from thunder_xform.testing import pipeline_of
+from thunder_xform.testing import assert_same_numerics, pipeline_of
 
 import thunder  # isort: skip
 from thunder.core.transform_common import Transform
@@ -155,11 +155,12 @@ def test_composition_with_transforms_of_thunder(ours_first):
     assert ("mul" in names) == ours_first
 
 
-def test_an_empty_pipeline_leaves_the_model_alone():
-    model, x = nn.Linear(3, 3), torch.randn(2, 3)
-    pipeline = pipeline_of()
-    assert (list(pipeline), pipeline.names, repr(pipeline)) == ([], (), "Pipeline('')")
-    torch.testing.assert_close(thunder.jit(model, transforms=pipeline)(x), model(x))
+def test_an_empty_request_still_gives_a_pipeline():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.randn(4, 3)
+    compiled = assert_same_numerics(model, (x,), tx.registry.resolve([]), calls=2, atol=1e-5)
+    assert tx.handle(compiled).pipeline == ("bare",)
+    assert [event.reasons for event in tx.handle(compiled).events] == [("first call",)]
+    assert tx.handle(compiled).state_dict().keys() == model.state_dict().keys()
 
 
 def test_plugins_see_each_other_and_the_model_through_their_context():

@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from thunder_xform.manifest import STAGES, Manifest
 from thunder_xform.registry._catalog import Catalog
 from thunder_xform.registry._policy import Policy
 from thunder_xform.registry._record import Record
 from thunder_xform.registry.resolution import Explanation, Resolution
+from thunder_xform.registry.step import Step
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline import Pipeline
@@ -82,7 +84,8 @@ class Registry:
         """`plan`, then load the planned plugins and no others; each call makes new plugin objects.
 
         Returns:
-            A list of Thunder transforms, for ``thunder.jit(model, transforms=...)``.
+            A list of Thunder transforms, for ``thunder.jit(model, transforms=...)``. An empty request gives one that
+            does nothing but what every pipeline does: guards, checks, a handle.
 
         Raises:
             LoadError: a planned plugin cannot be imported or instantiated.
@@ -94,15 +97,18 @@ class Registry:
 
         resolution = self.plan(request, options=options, allow=allow, deny=deny, edges=edges)
         require_host(resolution.steps)
-        plugins = load(resolution)
         # The one import that goes up a floor: `resolve` is where the registry hands over.
-        from thunder_xform.pipeline import build
+        from thunder_xform.pipeline import Plugin, build
 
-        return build(resolution, plugins)
+        return build(resolution, load(resolution) or [(_BARE, Plugin(None))])
 
     def why(self, a: str, b: str, **selection: Any) -> Explanation:
         """Why `a` and `b` run in their order when both are requested; keywords as for `plan`."""
         return self.plan([a] if a == b else [a, b], **selection).why(a, b)
+
+
+#: Stands for the plugins of an empty request.
+_BARE = Step(name="bare", distribution="thunder-xform", version="", manifest=Manifest(name="bare", stage=STAGES[0]))
 
 
 @functools.cache
