@@ -28,6 +28,9 @@ def adopt(module: ThunderModule, session: Any) -> bool:
     data = get_compile_data()
     if data is None or data.fn is module._model:
         return False
+    if data not in session.adopters:
+        session.watch.join()
+        session.watch.install(data)
     session.adopters.add(data)
     for stage in session.stages:
         if stage not in data.transforms:

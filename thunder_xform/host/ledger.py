@@ -208,6 +208,23 @@ class Ledger:
             # Thunder traces with the user's tensor, and takes the device of a meta tensor from here.
             original._thunder_device = tensor.device  # type: ignore[attr-defined]
 
+    def assign(self, name: str, tensor: torch.Tensor) -> bool:
+        """Hold what a forward assigned to a buffer; whether it looks unlike what was held before."""
+        if name not in self:
+            self._register("buffer", (name,), tensor, MODEL_STAGE, MODEL)
+            self._store((name,), "buffer", tensor)
+            return True
+        before = self.latest(name)
+        self._store((name,), "buffer", tensor)
+        if (before.stored_shape, before.dtype, before.device) == (tensor.shape, tensor.dtype, tensor.device):
+            return False
+        shape = tuple(tensor.shape)
+        self._history[name] = [
+            (stage, replace(v, shape=shape, stored_shape=shape, dtype=tensor.dtype, device=tensor.device))
+            for stage, v in self._history[name]
+        ]
+        return True
+
     def release_originals(self) -> None:
         """Put meta tensors into the user's module for every parameter and buffer that a plugin replaced."""
         for name, original in list(self._originals.items()):

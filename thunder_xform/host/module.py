@@ -26,6 +26,11 @@ def statistics_of(module: Any) -> Any:
     return thunder.compile_stats(module)
 
 
+def compile_data_of(module: Any) -> Any:
+    """How Thunder compiles a jitted module or function."""
+    return thunder.compile_data(module)
+
+
 def add_transforms(module: Any, stages: Sequence[Any]) -> None:
     """Add transforms to a module that ``thunder.jit`` returned, called or not, and apply them."""
     data = thunder.compile_data(module)

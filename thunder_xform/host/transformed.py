@@ -70,6 +70,10 @@ class TransformedModule(ThunderModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if _inside_another_function(self):
             return self._model(*args, **kwargs)
+        assigned = self.__dict__[_SESSION].assigned
+        if assigned.changed:
+            with assigned.shown():
+                return self._forward_fn(*args, **kwargs)
         return self._forward_fn(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

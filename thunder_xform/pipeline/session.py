@@ -13,10 +13,12 @@ from thunder_xform.context import Context
 from thunder_xform.errors import PipelineError
 from thunder_xform.host import transformed, verify
 from thunder_xform.host.events import CompileEvent, reasons
+from thunder_xform.host.assigned import AssignedBuffers
 from thunder_xform.host.functions import compilation_under_way
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.ledger import Ledger
-from thunder_xform.host.module import drop_entries, statistics_of
+from thunder_xform.host.module import compile_data_of, drop_entries, statistics_of
+from thunder_xform.host.mutations import Watch
 from thunder_xform.host.optimizers import OptimizerCheck
 from thunder_xform.host.parameters import Parameters
 from thunder_xform.host.types import ThunderModule
@@ -40,6 +42,10 @@ class Session:
     key: GuardKey
     #: optimizers built from the plain model
     optimizers: OptimizerCheck
+    #: what traced code changes of the model's state
+    watch: Watch
+    #: buffers that a forward assigned
+    assigned: AssignedBuffers
     #: inputs of the trace under transformation, as the latest plugin left them
     table: InputTable
     #: proxies that stand for the model in the prologue under transformation; None if it is the model's own
@@ -106,6 +112,9 @@ class Session:
         self.optimizers = OptimizerCheck(self.ledger, self.parameters)
         if self.ledger.release_requested:
             self.ledger.release_originals()
+        self.watch = Watch(self.module._model, self.ledger)
+        self.watch.install(compile_data_of(self.module))
+        self.assigned = AssignedBuffers(self.module._model, self.ledger, self.invalidate)
         self.statistics.add(statistics_of(self.module))
         transformed.attach(self.module, self)
 

@@ -8,13 +8,15 @@ from thunder_xform.errors import PipelineError
 from thunder_xform.host import functions, verify
 from thunder_xform.host.computation import Computation
 from thunder_xform.host.conditions import conditions
-from thunder_xform.host.guards import insert_guard, with_module_checks
+from thunder_xform.host.guards import insert_guard, with_check, with_module_checks
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.module import apply
 from thunder_xform.host.prologue import Prologue
 from thunder_xform.host.schedule import Schedule
+from thunder_xform.host.stamp import Stamp
 from thunder_xform.host.types import ThunderModule, TraceCtx, TraceProvenance, Transform
 from thunder_xform.host.unpacking import derive_prologue, read_inputs
+from thunder_xform.host.writes import repeat_writes
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline.session import Session
@@ -47,12 +49,14 @@ class Stage(Transform):
         if index == 0:
             session.roots = self._find_model(prologue)
             if session.roots != ():
-                session.begin(conditions(prologue))
+                stamp, read = session.watch.stamp()
+                session.begin(read | conditions(prologue))
         if session.roots == ():
             return prologue, computation, epilogue_trace
         with session.compiling():
             if index == 0:
-                prologue, computation, table = self._open(prologue, computation)
+                prologue, computation, table = self._open(prologue, computation, stamp)
+                epilogue_trace = repeat_writes(epilogue_trace, computation, session.watch, session.assigned.assign)
             else:
                 table = session.table
             computation, table = table.advance(computation, index, session.names[index])
@@ -86,9 +90,10 @@ class Stage(Transform):
             )
         return roots
 
-    def _open(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx, InputTable]:
+    def _open(self, prologue: TraceCtx, computation: TraceCtx, stamp: Stamp) -> tuple[TraceCtx, TraceCtx, InputTable]:
         session = self.session
         computation, table = read_inputs(session.ledger, prologue, computation, session.roots)
+        prologue = with_check(prologue, "check_attributes", stamp.holds, first=True)
         prologue = insert_guard(prologue, session.key.read)
         if session.roots is not None:
             prologue = with_module_checks(prologue, session.roots, session.module)

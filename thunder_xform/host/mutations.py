@@ -1,0 +1,334 @@
+"""What the code that is being traced changes of its surroundings: written down to be repeated, or refused.
+
+Thunder interprets the model's Python. Assignments to modules reach a compiled entry's epilogue only in part, and
+changes of lists, dictionaries and sets happen once, while the entry is compiled. A :class:`Watch` sees each of them
+first. What a call can repeat becomes a :class:`Write`; everything else is an error that names the line.
+"""
+
+from __future__ import annotations
+
+import collections
+import linecache
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from types import FunctionType, SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.interpreter import PseudoInst, default_lookaside, get_interpreterruntimectx, interpreter_needs_wrap
+from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten
+
+from thunder_xform.errors import PipelineError
+from thunder_xform.host.ledger import Ledger
+from thunder_xform.host.reachable import MEMBERS, OF_TORCH, Reachable
+from thunder_xform.host.stamp import Stamp, spelled
+
+_MUTATORS = {
+    dict: "__setitem__ __delitem__ __ior__ clear pop popitem setdefault update",
+    collections.OrderedDict: "__setitem__ __delitem__ __ior__ clear pop popitem setdefault update move_to_end",
+    list: "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort",
+    set: "add clear difference_update discard intersection_update pop remove symmetric_difference_update update "
+    "__iand__ __ior__ __isub__ __ixor__",
+    collections.deque: "__setitem__ __delitem__ __iadd__ __imul__ append appendleft clear extend extendleft insert pop "
+    "popleft remove reverse rotate",
+}
+_CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type, FunctionType, torch.dtype, torch.device)
+_ELSEWHERE = "Keep it in a buffer that forward assigns, return it, or change it outside of forward."
+#: methods of every module, of which only forward is what models override and users replace
+_MODULE_NAMES = frozenset(dir(torch.nn.Module)) - {"forward"} | {"training"}
+_TENSOR_STATE = ("data", "grad", "requires_grad")
+
+
+@dataclass
+class Write:
+    """One assignment that every call repeats.
+
+    Attributes:
+        owner: the object that is assigned to.
+        path: dotted name of what is assigned, from the model on.
+        name: the attribute.
+        is_buffer: whether it is a registered buffer.
+        leaves: the value, flattened: proxies and constants.
+        spec: how ``leaves`` make up the value.
+        place: file and line of the assignment.
+    """
+
+    owner: Any
+    path: str
+    name: str
+    is_buffer: bool
+    leaves: list[Any]
+    spec: Any
+    place: str
+    proxies: tuple[Proxy, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.proxies = tuple(leaf for leaf in self.leaves if isinstance(leaf, Proxy))
+
+
+class _Target(SimpleNamespace):
+    """Stands for the dictionary of an object in Thunder's notes of what is modified, so that it carries values along."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class Watch:
+    """Sees what traced code changes of one model's state.
+
+    Args:
+        root: the user's module.
+        ledger: the model's.
+    """
+
+    def __init__(self, root: torch.nn.Module, ledger: Ledger) -> None:
+        self._root = root
+        self._ledger = ledger
+        self._tracing: Any = None
+        self._reachable: Reachable
+        self._setting = 0
+        self._writes: dict[Hashable, Write] = {}
+        self._reads: dict[tuple[int, str], tuple[Any, str]] = {}
+
+    def lookasides(self) -> dict[Callable[..., Any], Callable[..., Any]]:
+        """What Thunder's interpreter is to call in place of functions that change things."""
+        found = {
+            setattr: self._lookaside(setattr, self._set_attribute),
+            delattr: self._lookaside(delattr, self._delete),
+        }
+        for fn in (getattr, hasattr):
+            found[fn] = self._lookaside(fn, self._read)
+        found[object.__setattr__] = self._lookaside(object.__setattr__, lambda *_: None)
+        found[torch.nn.Parameter] = self._lookaside(torch.nn.Parameter, self._make_parameter)
+        for kind, names in _MUTATORS.items():
+            for name in names.split():
+                method = getattr(kind, name)
+                check = self._set_item if name == "__setitem__" and issubclass(kind, dict) else self._change
+                found[method] = self._lookaside(method, check)
+        return found
+
+    def install(self, data: Any) -> None:
+        """Watch all compilations of Thunder's compile data."""
+        _add(data.executor_lookasides, self.lookasides(), lambda lookaside: lookaside)
+
+    def join(self) -> None:
+        """Watch the rest of the trace that is under way."""
+        _add(get_jit_ctx()._executor_lookasides, self.lookasides(), interpreter_needs_wrap)
+
+    def take(self) -> tuple[Write, ...]:
+        """The assignments of the trace that was just made, which are forgotten."""
+        taken = tuple(self._writes.values())
+        self._writes, self._tracing = {}, None
+        return taken
+
+    def stamp(self) -> tuple[Stamp, dict[str, str]]:
+        """What the trace that was just made read of attributes; and in words, by name."""
+        described = {}
+        for owner, name in self._reads.values():
+            if name in vars(owner):
+                subject, value = spelled(self._reachable.labels.get(id(owner), ""), name, vars(owner)[name])
+                described[subject] = value
+        return Stamp(self._reads.values(), self._root.modules()), described
+
+    # -- what the interpreter calls ----------------------------------------------------------------------------------
+
+    def _lookaside(self, fn: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+        def lookaside(*values: Any, **named: Any) -> Any:
+            frame = sys._getframe(1).f_locals  # of Thunder's wrapper, which was given the values with their origins
+            args, kwargs = frame["args"], frame["kwargs"]
+            self._start()
+            check(fn, *args)
+            before = lookaside.before  # type: ignore[attr-defined]
+            inner = before or _general_jit_lookaside_map.get(fn) or default_lookaside(fn, *args, **kwargs)
+            if inner is None:
+                return fn(*values, **named)
+            self._setting += fn is setattr
+            try:
+                result = inner(*args, **kwargs)
+            finally:
+                self._setting -= fn is setattr
+            if fn is object.__setattr__:
+                _forget_proxy(args[0])
+            if fn is setattr or fn in _DICT_SETITEMS:
+                self._note()
+            return result
+
+        lookaside.before = None  # type: ignore[attr-defined]
+        return lookaside
+
+    def _start(self) -> None:
+        tracing = get_jit_ctx()
+        if tracing is not self._tracing:
+            self._tracing, self._reachable = tracing, Reachable(self._root)
+            self._writes, self._reads = {}, {}
+
+    def _note(self) -> None:
+        """Leave our notes in place of Thunder's own."""
+        notes = self._tracing._additional_outputs
+        for target in [t for t in notes if not isinstance(t, _Target) or t.watch is self]:
+            del notes[target]
+        for index, write in enumerate(self._writes.values()):
+            owner = SimpleNamespace(inst=PseudoInst.INPUT_FN, proxy=note_of(self, index))
+            key = SimpleNamespace(inst=PseudoInst.CONSTANT, value="__dict__")
+            target = _Target(
+                watch=self, value={}, provenance=SimpleNamespace(inst=PseudoInst.LOAD_ATTR, inputs=[owner, key])
+            )
+            value = SimpleNamespace(value=write.proxies)
+            notes[target].append((PseudoInst.STORE_SUBSCR, target, SimpleNamespace(value=write.name), value))
+
+    def _read(self, fn: Any, owner: Any, name: Any, *default: Any) -> None:
+        target, label = owner.value, name.value
+        if id(target) not in self._reachable.labels or not hasattr(target, "__dict__") or label.startswith("__"):
+            return
+        if (id(target), label) in self._writes:
+            return
+        if isinstance(target, torch.nn.Module):
+            if label in OF_TORCH or (label in _MODULE_NAMES and label not in vars(target)):
+                return
+            if any(label in vars(target)[members] for members in MEMBERS):
+                return
+        self._reads[id(target), label] = target, label
+
+    def _set_attribute(self, fn: Any, owner: Any, name: Any, value: Any) -> None:
+        target, label = owner.value, name.value
+        if isinstance(target, TensorProxy) and label in _TENSOR_STATE:
+            self._refuse(f"assigns .{label} of a tensor")
+        if isinstance(target, torch.nn.Module) and target in self._reachable:
+            if label in target._parameters or issubclass(value.python_typ, torch.nn.Parameter):
+                self._refuse(f"assigns the parameter {self._path(target, label)!r}")
+            if label in target._modules or isinstance(value.value, torch.nn.Module):
+                self._refuse(f"assigns the module {self._path(target, label)!r}")
+        elif target in self._reachable and not hasattr(target, "__dict__"):
+            self._refuse(f"changes {self._reachable.labels[id(target)]!r}, a {type(target).__name__},")
+        elif isinstance(target, type):
+            self._refuse(f"assigns {label!r} of the class {target.__name__}")
+
+    def _set_item(self, fn: Any, container: Any, key: Any, value: Any) -> None:
+        member = self._reachable.members.get(id(_real(container)))
+        if member is None:
+            return self._change(fn, container, key)
+        owner, kind = member
+        if not self._setting:
+            self._refuse(f"writes {self._path(owner, key.value)!r} past assignment")
+        self._record(owner, kind, key.value, value)
+
+    def _change(self, fn: Any, container: Any, *rest: Any) -> None:
+        changed = _real(container)
+        member = self._reachable.members.get(id(changed))
+        if member is not None:
+            owner, kind = member
+            self._refuse(f"changes the attributes of {self._path(owner, kind)!r} past assignment")
+        if changed in self._reachable:
+            self._refuse(f"changes {self._reachable.labels[id(changed)]!r}, a {type(changed).__name__},")
+        if isinstance(changed, dict) and "__builtins__" in changed and rest and not self._setting:
+            self._refuse(f"assigns the global {rest[0].value!r}")
+        if _is_given(container.provenance) and not self._setting:
+            self._refuse(f"changes a {type(changed).__name__} that is not its own")
+
+    def _delete(self, fn: Any, owner: Any, name: Any) -> None:
+        if owner.value in self._reachable:
+            self._refuse(f"deletes {self._path(owner.value, name.value)!r}")
+
+    def _make_parameter(self, fn: Any, *args: Any) -> None:
+        self._refuse("makes a parameter")
+
+    # -- notes -------------------------------------------------------------------------------------------------------
+
+    def _record(self, owner: Any, kind: str, name: str, value: Any) -> None:
+        path = self._path(owner, name)
+        leaves, spec = tree_flatten(value.value)
+        leaves = [_plain(leaf) for leaf in leaves]
+        if kind == "_buffers":
+            if name not in owner._buffers or not isinstance(value.value, TensorProxy):
+                self._refuse(f"assigns {path!r}, a buffer, something that is no tensor")
+            self._check_buffer(path)
+        elif kind != "__dict__":
+            self._refuse(f"assigns {path!r} in {kind}")
+        for leaf in leaves:
+            if not isinstance(leaf, (Proxy, *_CONSTANTS)) and leaf not in self._reachable:
+                self._refuse(f"assigns {path!r} a {type(leaf).__name__}")
+        write = Write(owner, path, name, kind == "_buffers", leaves, spec, place())
+        self._writes[id(owner), name] = write
+
+    def _check_buffer(self, path: str) -> None:
+        if path not in self._ledger:
+            return
+        if others := [other for other in self._ledger.aliases(path) if other != path]:
+            self._refuse(f"assigns the buffer {path!r}, which is {', '.join(map(repr, others))} as well,")
+        version = self._ledger.latest(path)
+        if version.layout != "dense":
+            self._refuse(f"assigns the buffer {path!r}, which {version.owner!r} stores as {version.layout!r},")
+
+    def _path(self, owner: Any, name: str) -> str:
+        label = self._reachable.labels.get(id(owner), "")
+        return f"{label}.{name}" if label else str(name)
+
+    def _refuse(self, what: str) -> NoReturn:
+        where = place()
+        raise PipelineError(
+            f"{type(self._root).__name__} {what} while it runs, which compiled code cannot repeat ({where}).",
+            _ELSEWHERE,
+            place=where,
+        )
+
+
+_DICT_SETITEMS = (dict.__setitem__, collections.OrderedDict.__setitem__)
+
+
+def note_of(watch: Watch, index: int) -> str:
+    """How Thunder's epilogue spells the owner of one of our writes."""
+    return f"thunder_xform_{id(watch)}_{index}"
+
+
+def place() -> str:
+    """File and line of the user's code that is being traced, with the line itself."""
+    for frame in reversed(get_interpreterruntimectx().frame_stack):
+        name = getattr(frame.globals, "value", frame.globals).get("__name__", "")
+        if not name.startswith("thunder.") and name != "torch.nn.modules.module":
+            line = frame.positions.lineno if frame.positions else frame.code.co_firstlineno
+            code = linecache.getline(frame.code.co_filename, line).strip()
+            return f"{frame.code.co_filename}:{line}" + (f": {code}" if code else "")
+    return "unknown place"
+
+
+def _add(table: dict[Any, Any], lookasides: dict[Any, Any], wrap: Callable[[Any], Any]) -> None:
+    for fn, lookaside in lookasides.items():
+        lookaside.before = table.get(fn)
+        table[fn] = wrap(lookaside)
+
+
+def _real(wrapped: Any) -> Any:
+    """The user's own object that the interpreter has in hand, perhaps through a copy of its own."""
+    return wrapped.value if wrapped.original_value is wrapped.nothing else wrapped.original_value
+
+
+def _forget_proxy(wrapped: Any) -> None:
+    """Undo what Thunder does so that its epilogue can assign to an object: ours needs no input for it."""
+    if hasattr(wrapped, "anyproxy"):
+        del wrapped.anyproxy
+        del wrapped.provenance.proxy
+
+
+def _plain(leaf: Any) -> Any:
+    """A constant as the user's code knows it."""
+    if isinstance(leaf, dtypes.dtype):
+        return dtypes.to_torch_dtype(leaf)
+    if isinstance(leaf, devices.Device):
+        return devices.to_torch_device(leaf)
+    if isinstance(leaf, NumberProxy) and leaf.history is not None:
+        return leaf.value
+    return leaf
+
+
+def _is_given(provenance: Any, steps: int = 0) -> bool:
+    """Whether something is part of an argument or reached from a function: no result of an operation."""
+    inst = getattr(provenance.inst, "value", provenance.inst)
+    if inst in ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN"):
+        return steps > 0
+    if inst in ("LOAD_ATTR", "BINARY_SUBSCR"):
+        return _is_given(provenance.inputs[0], steps + 1)
+    return False
