@@ -28,6 +28,9 @@ def adopt(module: ThunderModule, session: Any) -> bool:
     data = get_compile_data()
     if data is None or data.fn is module._model:
         return False
+    if data.fn is module:
+        raise already_compiled(module)
+    session.originals.check()
     if data not in session.adopters:
         session.watch.join()
         session.watch.install(data)
@@ -36,6 +39,14 @@ def adopt(module: ThunderModule, session: Any) -> bool:
         if stage not in data.transforms:
             data.transforms.append(stage)
     return True
+
+
+def already_compiled(module: ThunderModule) -> PipelineError:
+    """What is wrong with a second thunder.jit."""
+    return PipelineError(
+        f"thunder.jit was given a {type(module._model).__name__} that a pipeline transformed already.",
+        "Call what the first thunder.jit returned; for other plugins, transform the plain model with a new pipeline.",
+    )
 
 
 def compiles(module: ThunderModule) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import thunder
 import torch
 from thunder.core.module import ThunderModule
+from thunder.core.options import CACHE_OPTIONS
 
 from thunder_xform.errors import PipelineError
 
@@ -29,6 +30,17 @@ def statistics_of(module: Any) -> Any:
 def compile_data_of(module: Any) -> Any:
     """How Thunder compiles a jitted module or function."""
     return thunder.compile_data(module)
+
+
+def refuse_caching(module: Any) -> None:
+    """Raise for ways of caching compiled entries that a pipeline cannot guard."""
+    option = compile_data_of(module).cache_option
+    if option not in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.NO_CACHING):
+        name = option.name.lower().replace("_", " ")
+        raise PipelineError(
+            f"thunder.jit was given cache={name!r}, under which a transformed model cannot be compiled.",
+            "Leave cache out, or pass cache='constant values' or cache='no caching'.",
+        )
 
 
 def add_transforms(module: Any, stages: Sequence[Any]) -> None:

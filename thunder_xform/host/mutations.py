@@ -71,7 +71,7 @@ class Write:
 
 
 class _Target(SimpleNamespace):
-    """Stands for the dictionary of an object in Thunder's notes of what is modified, so that it carries values along."""
+    """Stands for an object's dictionary in Thunder's notes of what is modified, so that it carries values along."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -122,7 +122,8 @@ class Watch:
     def take(self) -> tuple[Write, ...]:
         """The assignments of the trace that was just made, which are forgotten."""
         taken = tuple(self._writes.values())
-        self._writes, self._tracing = {}, None
+        self._writes, self._reads, self._tracing = {}, {}, None
+        del self._reachable
         return taken
 
     def stamp(self) -> tuple[Stamp, dict[str, str]]:
@@ -151,7 +152,7 @@ class Watch:
                 result = inner(*args, **kwargs)
             finally:
                 self._setting -= fn is setattr
-            if fn is object.__setattr__:
+            if fn is object.__setattr__ and args[0].value in self._reachable:
                 _forget_proxy(args[0])
             if fn is setattr or fn in _DICT_SETITEMS:
                 self._note()
@@ -169,8 +170,10 @@ class Watch:
     def _note(self) -> None:
         """Leave our notes in place of Thunder's own."""
         notes = self._tracing._additional_outputs
-        for target in [t for t in notes if not isinstance(t, _Target) or t.watch is self]:
-            del notes[target]
+        for target in list(notes):
+            ours = target.watch is self if isinstance(target, _Target) else id(_real(target)) in self._reachable.members
+            if ours:
+                del notes[target]
         for index, write in enumerate(self._writes.values()):
             owner = SimpleNamespace(inst=PseudoInst.INPUT_FN, proxy=note_of(self, index))
             key = SimpleNamespace(inst=PseudoInst.CONSTANT, value="__dict__")

@@ -8,17 +8,14 @@ rest.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import make_opaque
 from thunder.core.module import ThunderModule
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.functions import adopt
@@ -39,26 +36,6 @@ def _being_traced() -> bool:
     return get_compile_data() is not None
 
 
-def _refusing_to_compute(module: TransformedModule, method: MethodType) -> Callable[..., Any]:
-    """A method of the user's module that raises if it runs a module: that would use the parameters of the plain one."""
-    parts = frozenset(map(id, module._model.modules()))
-    cls, name = type(module._model).__name__, method.__name__
-
-    def refuse(part: torch.nn.Module, inputs: Any) -> None:
-        if id(part) in parts:
-            raise PipelineError(
-                f"{cls}.{name}() runs {type(part).__name__} of the plain model, past the transforms.",
-                f"Call {cls}.{name}(model, ...) with the transformed model as self, or the model itself.",
-            )
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with register_module_forward_pre_hook(refuse):
-            return method(*args, **kwargs)
-
-    return call
-
-
 class TransformedModule(ThunderModule):
     """A model transformed by a pipeline. Made by :func:`attach`, never by hand."""
 
@@ -70,6 +47,7 @@ class TransformedModule(ThunderModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if _inside_another_function(self):
             return self._model(*args, **kwargs)
+        self.__dict__[_SESSION].originals.check()
         assigned = self.__dict__[_SESSION].assigned
         if assigned.changed:
             with assigned.shown():
@@ -77,10 +55,22 @@ class TransformedModule(ThunderModule):
         return self._forward_fn(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if isinstance(found, MethodType) and found.__self__ is self._model and not _being_traced():
-            return _refusing_to_compute(self, found)
-        return found
+        session = self.__dict__.get(_SESSION)
+        if session is None or _being_traced():
+            return super().__getattr__(name)
+        return getattr(session.parts.view(self._model), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        session = self.__dict__.get(_SESSION)
+        if session is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(self._model, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(session.parts.view(self._model), name, value)
+
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """A part of the user's module, with the tensors that the compiled model holds."""
+        found: torch.nn.Module = super().get_submodule(target)
+        return found if _being_traced() else self.__dict__[_SESSION].parts.view(found)
 
     @property
     def _is_accelerate_prepared(self) -> bool:

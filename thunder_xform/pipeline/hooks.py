@@ -79,6 +79,15 @@ class PluginHooks:
                 readers[self.names[index]] = partial(implementation.function, **wanted)
         return {name: readers[name] for name in self.names if name in readers}
 
+    def rewriters(self) -> tuple[str, ...]:
+        """Names of the plugins that, by their manifests, may change what the model's operators compute."""
+        return tuple(
+            step.name
+            for index, step in enumerate(self.steps)
+            if self._implements(index, "before_autograd")
+            and not {"trace", "trace.compute"}.isdisjoint(step.manifest.effects.writes)
+        )
+
     def _implements(self, index: int, hook: str) -> bool:
         plugin = self.plugins[index]
         return any(i.plugin is plugin for i in getattr(self._manager.hook, hook).get_hookimpls())

@@ -14,13 +14,15 @@ from thunder_xform.errors import PipelineError
 from thunder_xform.host import transformed, verify
 from thunder_xform.host.events import CompileEvent, reasons
 from thunder_xform.host.assigned import AssignedBuffers
-from thunder_xform.host.functions import compilation_under_way
+from thunder_xform.host.functions import already_compiled, compilation_under_way
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.ledger import Ledger
-from thunder_xform.host.module import compile_data_of, drop_entries, statistics_of
+from thunder_xform.host.module import compile_data_of, drop_entries, refuse_caching, statistics_of
 from thunder_xform.host.mutations import Watch
 from thunder_xform.host.optimizers import OptimizerCheck
+from thunder_xform.host.originals import Originals
 from thunder_xform.host.parameters import Parameters
+from thunder_xform.host.parts import Parts
 from thunder_xform.host.types import ThunderModule
 from thunder_xform.host.version import Version
 from thunder_xform.parallel.agreement import agree_on, refuse_overlaps, together
@@ -44,6 +46,10 @@ class Session:
     optimizers: OptimizerCheck
     #: what traced code changes of the model's state
     watch: Watch
+    #: the user's module as it was then
+    originals: Originals
+    #: parts of the user's module with the tensors that the compiled model holds
+    parts: Parts
     #: buffers that a forward assigned
     assigned: AssignedBuffers
     #: inputs of the trace under transformation, as the latest plugin left them
@@ -81,6 +87,9 @@ class Session:
                     f"This pipeline ({' -> '.join(self.names)}) transforms a model already.",
                     "Call registry.resolve(...) again for another model; a pipeline serves one.",
                 )
+            if transformed.session_of(module._model) is not None:
+                raise already_compiled(module._model)
+            refuse_caching(module)
             self.module = module
             self.ledger = Ledger(module)
             self._join()
@@ -114,6 +123,8 @@ class Session:
             self.ledger.release_originals()
         self.watch = Watch(self.module._model, self.ledger)
         self.watch.install(compile_data_of(self.module))
+        self.originals = Originals(self.module._model, self.ledger)
+        self.parts = Parts(self, self.hooks.rewriters())
         self.assigned = AssignedBuffers(self.module._model, self.ledger, self.invalidate)
         self.statistics.add(statistics_of(self.module))
         transformed.attach(self.module, self)

@@ -388,7 +388,7 @@ def test_wrong_orders_are_errors(ranks):
             "misspelt option": "UnknownOptionError: 'fsdp' [thunder-xform-fsdp",
             "jit and executors": "PipelineError: ThunderDDPStrategy got executors, but with jit=False",
             "scaled shards": "PipelineError: Gradient scaling looks for overflows in this rank's part",
-            "method past the transforms": "PipelineError: Net.predict() runs Linear of the plain model",
+            "method past the transforms": "PipelineError: Running 'up' of the transformed Net by itself",
             "unknown argument": "TypeError: ThunderDDPStrategy has no argument 'find_unused_parameters'",
         }
         for case, start in expected.items():
