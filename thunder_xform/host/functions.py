@@ -41,6 +41,38 @@ def adopt(module: ThunderModule, session: Any) -> bool:
     return True
 
 
+def observe(session: Any) -> None:
+    """Check a function's compilation; let the session's watch see it if nothing led to the model while it was traced.
+
+    Then it is traced once more, for what that reads and changes; later compilations are watched from the start.
+
+    Raises:
+        PipelineError: the plain model is no longer what it was, or the function changes the model's state.
+    """
+    data, statistics = compilation_under_way()
+    if data.fn is session.module._model:
+        return
+    session.originals.check()
+    if name := min(session.assigned.changed, default=""):
+        raise PipelineError(
+            f"The buffer {name!r} was assigned a tensor of another shape, dtype or device than the plain model's.",
+            "Call the model itself, not a jitted function that contains it, or keep the buffer's shape.",
+            name=name,
+        )
+    if data in session.adopters:
+        return
+    session.adopters.add(data)
+    session.watch.install(data)
+    args, kwargs = _call_arguments()
+    data.acquire_initial_trace(data.fn, args, kwargs, data, statistics, data.executors_list[0])
+    if writes := session.watch.writes:
+        raise PipelineError(
+            f"The function lets the plain model assign {writes[0].path!r}, past the transforms ({writes[0].place}).",
+            "Compile the model, thunder.jit(model, transforms=pipeline), and call what that returns in the function.",
+            name=writes[0].path,
+        )
+
+
 def already_compiled(module: ThunderModule) -> PipelineError:
     """What is wrong with a second thunder.jit."""
     return PipelineError(

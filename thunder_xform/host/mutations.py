@@ -73,8 +73,11 @@ class Write:
 class _Target(SimpleNamespace):
     """Stands for an object's dictionary in Thunder's notes of what is modified, so that it carries values along."""
 
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 class Watch:
@@ -89,12 +92,12 @@ class Watch:
         self._root = root
         self._ledger = ledger
         self._tracing: Any = None
-        self._reachable: Reachable
+        self._reachable = Reachable(torch.nn.Module())
         self._setting = 0
         self._writes: dict[Hashable, Write] = {}
         self._reads: dict[tuple[int, str], tuple[Any, str]] = {}
 
-    def lookasides(self) -> dict[Callable[..., Any], Callable[..., Any]]:
+    def lookasides(self) -> dict[Any, Callable[..., Any]]:
         """What Thunder's interpreter is to call in place of functions that change things."""
         found = {
             setattr: self._lookaside(setattr, self._set_attribute),
@@ -119,11 +122,16 @@ class Watch:
         """Watch the rest of the trace that is under way."""
         _add(get_jit_ctx()._executor_lookasides, self.lookasides(), interpreter_needs_wrap)
 
+    @property
+    def writes(self) -> tuple[Write, ...]:
+        """The assignments of the trace that was just made."""
+        return tuple(self._writes.values())
+
     def take(self) -> tuple[Write, ...]:
-        """The assignments of the trace that was just made, which are forgotten."""
-        taken = tuple(self._writes.values())
+        """:attr:`writes`, and forget the trace."""
+        taken = self.writes
         self._writes, self._reads, self._tracing = {}, {}, None
-        del self._reachable
+        self._reachable = Reachable(torch.nn.Module())
         return taken
 
     def stamp(self) -> tuple[Stamp, dict[str, str]]:
@@ -306,7 +314,15 @@ def _add(table: dict[Any, Any], lookasides: dict[Any, Any], wrap: Callable[[Any]
 
 def _real(wrapped: Any) -> Any:
     """The user's own object that the interpreter has in hand, perhaps through a copy of its own."""
-    return wrapped.value if wrapped.original_value is wrapped.nothing else wrapped.original_value
+    if wrapped.original_value is not wrapped.nothing:
+        return wrapped.original_value
+    origin = wrapped.provenance
+    if origin.inst is PseudoInst.LOAD_ATTR and origin.inputs[1].value == "__self__":
+        # Reached through a method of the copy, which does not lead back to what was copied.
+        for proxied in get_interpreterruntimectx()._proxied_values:
+            if proxied.value is wrapped.value:
+                return _real(proxied)
+    return wrapped.value
 
 
 def _forget_proxy(wrapped: Any) -> None:

@@ -71,6 +71,14 @@ class Originals:
         if self._pointers != [*map(torch.Tensor.data_ptr, self._tensors)]:
             self._refuse_values(self._tensors[self._first(self._pointers, map(torch.Tensor.data_ptr, self._tensors))])
 
+    def intact(self) -> bool:
+        """Whether :meth:`check` has nothing to say."""
+        try:
+            self.check()
+        except PipelineError:
+            return False
+        return True
+
     def _identities(self) -> list[int]:
         return [*map(id, chain.from_iterable(map(dict.values, self._dicts)))]
 

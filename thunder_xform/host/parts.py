@@ -120,9 +120,9 @@ class _Part(_Module):
     _plain: _Module
 
     # nn.Module reads these from the instance; as properties of the class they come first.
-    _parameters = property(lambda self: _Members(self, "_parameters"))  # type: ignore[assignment]
-    _buffers = property(lambda self: _Members(self, "_buffers"))  # type: ignore[assignment]
-    _modules = property(lambda self: _Members(self, "_modules"))  # type: ignore[assignment]
+    _parameters = property(lambda self: _Members(self, "_parameters"))
+    _buffers = property(lambda self: _Members(self, "_buffers"))
+    _modules = property(lambda self: _Members(self, "_modules"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._path:

@@ -108,9 +108,13 @@ def _expected(value: Any) -> Any:
             return set(value)
         items = [_expected(item) for item in value]
         return items if isinstance(value, list) else tuple(items) if isinstance(value, tuple) else deque(items)
-    if isinstance(value, _PLAIN) or type(value).__eq__ is object.__eq__:
+    if isinstance(value, _PLAIN) or _compares_identity(value):
         return value
     return _Same(value)
+
+
+def _compares_identity(value: Any) -> bool:
+    return not any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1])
 
 
 def spelled(owner_path: str, name: str, value: Any) -> tuple[str, str]:

@@ -49,6 +49,7 @@ class Stage(Transform):
         if index == 0:
             session.roots = self._find_model(prologue)
             if session.roots != ():
+                functions.observe(session)
                 stamp, read = session.watch.stamp()
                 session.begin(read | conditions(prologue))
         if session.roots == ():
@@ -97,6 +98,7 @@ class Stage(Transform):
         prologue = insert_guard(prologue, session.key.read)
         if session.roots is not None:
             prologue = with_module_checks(prologue, session.roots, session.module)
+            prologue = with_check(prologue, "check_originals", session.originals.intact, first=True)
         return derive_prologue(prologue, table, computation, session.ledger), computation, table
 
     def _run_hooks(self, prologue: TraceCtx, computation: TraceCtx, table: InputTable) -> tuple[TraceCtx, TraceCtx]:
