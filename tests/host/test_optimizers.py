@@ -100,7 +100,7 @@ def test_only_the_plain_model_trains():
     model = jit(module)
     step(module)
     optimizer.step()
-    with torch.no_grad():
+    with pytest.raises(tx.errors.PipelineError, match=r"The plain model's '0.weight' was given other values"):
         model(torch.randn(2, 4))
 
 

@@ -70,14 +70,13 @@ class Write:
         self.proxies = tuple(leaf for leaf in self.leaves if isinstance(leaf, Proxy))
 
 
-class _Target(SimpleNamespace):
+@dataclass(eq=False)
+class _Target:
     """Stands for an object's dictionary in Thunder's notes of what is modified, so that it carries values along."""
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    watch: Watch
+    provenance: Any
+    value: dict[str, Any] = field(default_factory=dict)
 
 
 class Watch:
@@ -99,20 +98,19 @@ class Watch:
 
     def lookasides(self) -> dict[Any, Callable[..., Any]]:
         """What Thunder's interpreter is to call in place of functions that change things."""
-        found = {
-            setattr: self._lookaside(setattr, self._set_attribute),
-            delattr: self._lookaside(delattr, self._delete),
+        checks: dict[Any, Callable[..., None]] = {
+            getattr: self._read,
+            hasattr: self._read,
+            setattr: self._set_attribute,
+            delattr: self._delete,
+            object.__setattr__: lambda *_: None,
+            torch.nn.Parameter: self._make_parameter,
         }
-        for fn in (getattr, hasattr):
-            found[fn] = self._lookaside(fn, self._read)
-        found[object.__setattr__] = self._lookaside(object.__setattr__, lambda *_: None)
-        found[torch.nn.Parameter] = self._lookaside(torch.nn.Parameter, self._make_parameter)
         for kind, names in _MUTATORS.items():
             for name in names.split():
-                method = getattr(kind, name)
-                check = self._set_item if name == "__setitem__" and issubclass(kind, dict) else self._change
-                found[method] = self._lookaside(method, check)
-        return found
+                maps = name == "__setitem__" and issubclass(kind, dict)
+                checks[getattr(kind, name)] = self._set_item if maps else self._change
+        return {fn: self._lookaside(fn, check) for fn, check in checks.items()}
 
     def install(self, data: Any) -> None:
         """Watch all compilations of Thunder's compile data."""
@@ -185,9 +183,7 @@ class Watch:
         for index, write in enumerate(self._writes.values()):
             owner = SimpleNamespace(inst=PseudoInst.INPUT_FN, proxy=note_of(self, index))
             key = SimpleNamespace(inst=PseudoInst.CONSTANT, value="__dict__")
-            target = _Target(
-                watch=self, value={}, provenance=SimpleNamespace(inst=PseudoInst.LOAD_ATTR, inputs=[owner, key])
-            )
+            target = _Target(self, SimpleNamespace(inst=PseudoInst.LOAD_ATTR, inputs=[owner, key]))
             value = SimpleNamespace(value=write.proxies)
             notes[target].append((PseudoInst.STORE_SUBSCR, target, SimpleNamespace(value=write.name), value))
 

@@ -43,7 +43,8 @@ class Originals:
         replaced = [(n, original, live) for n, original, live in held if live is not original and _is_plain(original)]
         self._names = [name for name, _, _ in replaced]
         self._tensors = [original for _, original, _ in replaced]
-        self._apart = [o for _, o, live in replaced if not _share(o, live)]
+        # Running the plain model in training mode updates its buffers, which says nothing about the transformed one.
+        self._apart = [o for _, o, live in replaced if isinstance(o, torch.nn.Parameter) and not _share(o, live)]
         self._versions = [*map(_version, self._apart)]
         self._trained = [*map(_requires_grad, self._tensors)]
         self._pointers = [*map(torch.Tensor.data_ptr, self._tensors)]
