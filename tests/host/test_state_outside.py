@@ -115,7 +115,11 @@ def test_attributes_are_followed():
         model(x)
         assert handle.compiled_entries == entries, case
     reasons = " ".join(reason for event in handle.events for reason in event.reasons)
-    for reason in ("module scale: 1.0 -> 3.0", "module extra_scale: None -> 2.0", "module weights: list of 2 -> list of 3"):
+    for reason in (
+        "module scale: 1.0 -> 3.0",
+        "module extra_scale: None -> 2.0",
+        "module weights: list of 2 -> list of 3",
+    ):
         assert reason in reasons
     plain.scale = reference.scale = 1.0
     entries = handle.compiled_entries

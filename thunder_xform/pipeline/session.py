@@ -12,8 +12,8 @@ import torch
 from thunder_xform.context import Context
 from thunder_xform.errors import PipelineError
 from thunder_xform.host import transformed, verify
-from thunder_xform.host.events import CompileEvent, reasons
 from thunder_xform.host.assigned import AssignedBuffers
+from thunder_xform.host.events import CompileEvent, reasons
 from thunder_xform.host.functions import already_compiled, compilation_under_way
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.ledger import Ledger
