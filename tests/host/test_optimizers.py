@@ -94,6 +94,24 @@ def test_the_compiled_model_has_an_optimizer():
         assert not any(torch.equal(p, q) for p, q in zip(m.parameters(), old, strict=True))
 
 
+@pytest.mark.parametrize("release", [False, True])
+def test_one_that_is_built_after_the_first_backward(release):
+    module = plain()
+    model = jit(module, Copied(release))
+    for _ in range(2):
+        step(model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        with pytest.raises(PipelineError, match=r"SGD holds parameters of the plain model \('0.weight', .* 1 more\)"):
+            step(model)
+    del optimizer
+    step(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = list(module.parameters())  # Others may refer to them.
+    step(model)
+    assert len(held) == len(optimizer.param_groups[0]["params"])
+
+
 def test_only_the_plain_model_trains():
     module = plain()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from operator import gt
 
 import torch
 
@@ -15,10 +17,10 @@ _SHOWN = 3
 
 
 class OptimizerCheck:
-    """At the first gradient of the compiled model, looks for an optimizer that was built from the plain model instead.
+    """Looks for an optimizer that was built from the plain model instead of the compiled one.
 
-    Created when all plugins are done. It hangs on the live parameters until it has passed once, so an optimizer that is
-    made only after the first backward escapes it.
+    Created when all plugins are done. It hangs on the live parameters until the first gradient; from then on,
+    :meth:`look_again` notices on each call of the model when something new holds parameters of the plain one.
 
     Args:
         ledger: which of the user's parameters were replaced by others.
@@ -43,6 +45,9 @@ class OptimizerCheck:
             if (check := self_()) is not None:
                 check._at_gradient()
 
+        self._ledger = ledger
+        self._held: list[torch.Tensor] = []
+        self._references: list[int] = []
         self._hooks = [p.register_post_accumulate_grad_hook(at_gradient) for p in trained]
 
     def _at_gradient(self) -> None:
@@ -50,6 +55,28 @@ class OptimizerCheck:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        # The user's module may have others by now: what was released is on the meta device.
+        now = {name: self._ledger.original(name) for name in self._replaced}
+        self._held = [p for p in now.values() if p is not None]
+        self._replaced.update((name, weakref.ref(p)) for name, p in now.items() if isinstance(p, torch.nn.Parameter))
+        self._references = [*map(sys.getrefcount, self._held)]
+
+    def look_again(self) -> None:
+        """:meth:`run` if, after the first gradient, more references to parameters of the plain model exist than before.
+
+        Counting them costs nothing next to a call; looking for what holds them takes tens of milliseconds.
+        """
+        references = [*map(sys.getrefcount, self._held)]
+        if references == self._references:
+            return
+        more = any(map(gt, references, self._references))
+        self._references = references
+        if more:
+            try:
+                self.run()
+            except PipelineError:
+                self._references = [0] * len(references)
+                raise
 
     def run(self) -> None:
         """Look at all optimizers that exist.

@@ -47,8 +47,10 @@ class TransformedModule(ThunderModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if _inside_another_function(self):
             return self._model(*args, **kwargs)
-        self.__dict__[_SESSION].originals.check()
-        assigned = self.__dict__[_SESSION].assigned
+        session = self.__dict__[_SESSION]
+        session.originals.check()
+        session.optimizers.look_again()
+        assigned = session.assigned
         if assigned.changed:
             with assigned.shown():
                 return self._forward_fn(*args, **kwargs)
