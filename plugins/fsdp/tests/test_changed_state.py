@@ -1,4 +1,4 @@
-"""State that changes in a forward, parts that are read, a plain model that is changed, under plugins that distribute."""
+"""State that changes in a forward, parts that are read, a plain model that is changed, under ddp and fsdp."""
 
 import copy
 
