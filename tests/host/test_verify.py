@@ -20,6 +20,13 @@ allreduce = tx.operator(
     collective=True,
 )
 
+twice = tx.operator(
+    "test_verify_twice",
+    meta=lambda t: tx.tensor_like(t),
+    fn=lambda t: t * 2,
+    backward=lambda inputs, outputs, gradients: (gradients[0] * 2,),
+)
+
 
 def with_operators(computation, change):
     """A computation whose bound symbols were changed behind the back of the input table."""
@@ -187,10 +194,12 @@ class Insert(tx.Plugin):
     [
         (
             lambda c: c.rewrite("linear", lambda op, e: op.call() * 2),
-            "trace.compute",
-            ("trace.collectives", "params"),
+            "trace.compute.linear",
+            ("trace.collectives", "trace.compute.tanh", "params"),
         ),
-        (lambda c: c.rewrite("tanh", lambda op, e: op.args[0]), "trace.compute", ("trace.collectives",)),
+        (lambda c: c.rewrite("tanh", lambda op, e: op.args[0]), "trace.compute.tanh", ("trace.collectives",)),
+        (lambda c: c.recompute("tanh"), "trace.saved", ("trace.compute", "trace.collectives")),
+        (lambda c: c.restore([(("0.bias",), twice)]), "trace.compute", ("trace.collectives", "trace.compute.linear")),
         (lambda c: c.restore([(("0.weight",), allreduce)]), "trace.collectives", ("trace.compute", "params")),
     ],
 )

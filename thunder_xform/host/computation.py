@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from thunder.core.proxies import Proxy
+from thunder.core.proxies import Proxy, ProxyTag
 from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -18,10 +18,12 @@ from thunder.core.utils import sequencify
 
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.editor import RETURN, UNPACK, Edit, Editor, Restore, unread, uses
-from thunder_xform.host.inputs import InputTable
+from thunder_xform.host.inputs import InputTable, updated_in_place
 from thunder_xform.host.operation import Operation
+from thunder_xform.host.random import runs_once
 
 Rewrite = Callable[[Operation, Edit], Any]
+Which = str | Callable[[Operation], bool]
 
 
 class Computation:
@@ -45,7 +47,7 @@ class Computation:
         live: set[str] = set()
         for bsym in reversed(self._trace.bound_symbols):
             if bsym.sym.id == RETURN:
-                live |= {p.name for p in tree_flatten(bsym.args[0]["output"])[0] if isinstance(p, Proxy)}
+                live |= {p.name for p in self.outputs}
             elif bsym.sym.id != UNPACK and any(o.name in live for o in bsym.flat_proxy_outs):
                 live |= {a.name for a in bsym.flat_proxy_args}
         return tuple(
@@ -53,6 +55,18 @@ class Computation:
             for name in self.parameters
             if self._table.inputs[name].name in live and self._table.inputs[name].requires_grad
         )
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The proxies that the computation returns, in order."""
+        returned = tree_flatten(self._trace.bound_symbols[-1].args[0]["output"])[0]
+        return tuple(p for p in returned if isinstance(p, Proxy))
+
+    @property
+    def updated(self) -> frozenset[str]:
+        """Names of the parameters and buffers that the model updates in place."""
+        written = updated_in_place(self._trace)
+        return frozenset(name for name, proxy in self._table.inputs.items() if proxy.name in written)
 
     def operations(self) -> Iterator[Operation]:
         """All operator calls, in order, without unpacking and return."""
@@ -62,12 +76,13 @@ class Computation:
                 table.follow(bsym)
                 yield Operation(bsym, table)
 
-    def rewrite(self, which: str | Callable[[Operation], bool], fn: Rewrite) -> Computation:
+    def rewrite(self, which: Which, fn: Rewrite) -> Computation:
         """Replace operator calls.
 
         Args:
-            which: operator name as printed in the trace, for example ``"linear"``, or a function that tells
-                whether to replace a call.
+            which: operator name as printed in the trace, for example ``"linear"``, for the calls that the model wrote
+                (those that a plugin called again as they were included, what plugins added left out), or a function
+                that tells whether to replace a call; :attr:`Operation.owner` says whose it is.
             fn: called as ``fn(operation, edit)`` for each call; returns what takes the place of its output (proxy or
                 tuple of proxies of the same shapes and dtypes), or None to leave the call as it is.
 
@@ -79,7 +94,7 @@ class Computation:
             if bsym.sym.id == RETURN:
                 return False
             operation = Operation(bsym, editor.table)
-            if not (operation.name == which if isinstance(which, str) else which(operation)):
+            if not _selects(which, operation):
                 return False
             result, inserted = editor.run(lambda: fn(operation, editor.edit))
             if result is None:
@@ -91,9 +106,10 @@ class Computation:
                     f"The replacement of {operation.name!r} reads the output of the call that it replaces.",
                     "Use what `operation.call()` returns; return None to leave a call as it is.",
                 )
+            self._hand_on(bsym, inserted, editor.table)
             editor.emit(inserted)
             what = f"the replacement of {operation.name!r}"
-            editor.substitute(bsym.flat_proxy_outs, sequencify(result), what)
+            editor.substitute(*_paired(bsym, result), what)
             return True
 
         return self._edited(visit)
@@ -108,18 +124,27 @@ class Computation:
             groups: pairs ``(names, fn)``. Right before the first use of any of ``names``, ``fn(*stored)`` is
                 called with the stored tensors in that order and returns as many tensors, of the shapes that the
                 inputs had before; None for a name that the trace does not read (scales of a packed weight, say).
-            recompute: call ``fn``'s operators again in the backward instead of keeping their outputs for it.
+            recompute: call ``fn``'s operators again in the backward instead of keeping their outputs for it, and so
+                whatever is computed from them, other parameters and constants alone; see :meth:`recompute`.
 
         Raises:
-            PipelineError: a group of which the trace reads no name; outputs that do not fit.
+            PipelineError: a group of which the trace reads no name; outputs that do not fit; a buffer that the model
+                updates in place.
         """
         waiting: dict[str, tuple[Sequence[str], Restore]] = {}
-        read, inputs = set(self.parameters), self._table.inputs
+        read, inputs, updated = set(self.parameters), self._table.inputs, self.updated
         for names, fn in groups:
             used = [name for name in names if name in read]
             if not used:
                 raise unread(*names)
             for name in used:
+                if name in updated:
+                    raise PipelineError(
+                        f"Cannot restore {name!r}: the model updates it in place, and the update would go into the "
+                        "restored copy.",
+                        "Leave out the names in `computation.updated`.",
+                        name=name,
+                    )
                 if inputs[name].name in waiting:
                     raise PipelineError(
                         f"Cannot restore {name!r} twice in one pass.", "Put each name into one group.", name=name
@@ -138,6 +163,66 @@ class Computation:
 
         return self._edited(visit)
 
+    def recompute(self, which: Which) -> Computation:
+        """Compute the outputs of calls again in the backward instead of saving them for it.
+
+        The choice holds for whatever later plugins put in place of a call. Random numbers are no exception: they are
+        kept, and what is computed from them is computed again, so that forward and backward see the same ones. What
+        is computed from recomputed values of parameters, other parameters and constants alone is recomputed as well.
+
+        Args:
+            which: as in :meth:`rewrite`.
+
+        Raises:
+            PipelineError: a call that must not run twice.
+        """
+        return self._asked(which, "recompute")
+
+    def save(self, which: Which) -> Computation:
+        """Save the outputs of calls for the backward if it reads them; takes back :meth:`recompute`."""
+        return self._asked(which, "save")
+
+    def _asked(self, which: Which, policy: str) -> Computation:
+        table = self._table.copy()
+        for operation in self.operations():
+            bsym = operation._bsym
+            if not _selects(which, operation) or not bsym.flat_proxy_outs:
+                continue
+            if policy == "recompute" and runs_once(bsym) and not operation.random:
+                raise PipelineError(
+                    f"Cannot recompute {operation.name!r} in the backward: it has side effects, or what it does is "
+                    "unknown.",
+                    "Leave it out.",
+                    name=operation.name,
+                )
+            if table.notes.policy(bsym) != policy:
+                table.notes.ask(bsym, policy)
+        return Computation(self._trace, table)
+
+    @staticmethod
+    def _hand_on(old: BoundSymbol, inserted: Sequence[BoundSymbol], table: InputTable) -> None:
+        """What holds for a call holds for what takes its place."""
+        table.notes.inserted(inserted, table.plugin)
+        table.notes.replaced(old, inserted)
+        if any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in o.tags for o in old.flat_proxy_outs):
+            for output in (o for bsym in inserted for o in bsym.flat_proxy_outs):
+                output.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+
     def _edited(self, visit: Callable[[BoundSymbol, Editor], bool]) -> Computation:
         editor = Editor(self._trace, self._table.copy())
         return Computation(editor.walk(visit), editor.table)
+
+
+def _paired(old: BoundSymbol, result: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The proxies that a call returned, and what replaces each; sizes and flags that it returned besides stay."""
+    before, after = tree_flatten(old.output)[0], tree_flatten(result)[0]
+    if len(before) != len(after):
+        return old.flat_proxy_outs, sequencify(result)
+    pairs = [(a, b) for a, b in zip(before, after, strict=True) if isinstance(a, Proxy)]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _selects(which: Which, operation: Operation) -> bool:
+    if isinstance(which, str):
+        return operation.name == which and operation.owner is None
+    return which(operation)

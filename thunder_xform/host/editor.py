@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from thunder.core import prims
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
+from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -66,6 +66,9 @@ class Editor:
         """Let every later use of ``old`` read ``new``."""
         check_count(old, new, what)
         for before, after in zip(old, new, strict=True):
+            if type(before) is type(after) and not isinstance(before, TensorProxy):
+                self._swaps[variableify(before)] = after
+                continue
             if not isinstance(after, TensorProxy) or not isinstance(before, TensorProxy):
                 raise PipelineError(f"{after!r} stands for a tensor in {what}.", "Return tensors of the trace.")
             if tuple(before.shape) != tuple(after.shape) or (same_dtype and before.dtype != after.dtype):
@@ -81,10 +84,9 @@ class Editor:
         """Insert ``fn`` on the stored tensors of ``names``; what read the inputs ``used`` reads its outputs."""
         stored = [self.table.stored(name, self.trace) for name in names]
         result, inserted = self.run(lambda: fn(*stored))
-        if recompute:
-            for bsym in inserted:
-                for output in bsym.flat_proxy_outs:
-                    output.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+        self.table.notes.inserted(inserted, self.table.plugin)
+        for bsym in inserted if recompute else ():
+            self.table.notes.ask(bsym, "recompute")
         self.emit(inserted)
         what = f"the restored {', '.join(map(repr, names))}"
         check_count(names, sequencify(result), what)

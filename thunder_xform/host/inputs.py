@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import thunder.torch as ltorch
 import torch
 from thunder.core import prims
 from thunder.core.devices import to_device
@@ -22,9 +23,12 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.ledger import Ledger
+from thunder_xform.host.notes import Notes
 from thunder_xform.host.version import Version
 
 _UNPACK = prims.PrimIDs.UNPACK_TRIVIAL
+#: What only casts its first argument: autocast's primitive, and what plugins call.
+_CASTS = (prims.PrimIDs.CONVERT_ELEMENT_TYPE, ltorch.to.id)
 
 
 class InputTable:
@@ -39,6 +43,7 @@ class InputTable:
         values: dict[str, TensorProxy],
         others: tuple[Any, ...],
         roots: Collection[str] | None,
+        notes: Notes | None = None,
     ) -> None:
         self._ledger = ledger
         self._stage = stage
@@ -48,13 +53,23 @@ class InputTable:
         self._others = others
         #: proxies of the prologue that stand for the model; None if every module unpacked is the model
         self.roots = roots
+        #: what is known of operators: who put them there, what the backward does with them
+        self.notes = notes or Notes()
         self._names = {proxy.name: name for proxies in (values, stored) for name, proxy in proxies.items()}
 
     def copy(self) -> InputTable:
         """An independent table for the next edit."""
-        return InputTable(
-            self._ledger, self._stage, self._plugin, dict(self._stored), dict(self._values), self._others, self.roots
+        stored, values = dict(self._stored), dict(self._values)
+        made = InputTable(
+            self._ledger, self._stage, self._plugin, stored, values, self._others, self.roots, self.notes.copy()
         )
+        made._names |= {name: known for name, known in self._names.items() if name not in made._names}
+        return made
+
+    @property
+    def plugin(self) -> str:
+        """The plugin whose turn it is."""
+        return self._plugin
 
     def name_of(self, proxy: TensorProxy) -> str | None:
         """The parameter whose value or stored tensor ``proxy`` is, or is after a cast."""
@@ -62,9 +77,11 @@ class InputTable:
 
     def follow(self, bsym: BoundSymbol) -> None:
         """Take what casts a parameter for that parameter: autocast puts a cast before the operator that applies it."""
-        source = bsym.args[0] if bsym.sym.id == prims.PrimIDs.CONVERT_ELEMENT_TYPE else None
+        source = bsym.args[0] if bsym.sym.id in _CASTS and bsym.args else None
         if isinstance(source, TensorProxy) and (name := self.name_of(source)):
-            self._names[bsym.output.name] = name
+            cast = bsym.output
+            if isinstance(cast, TensorProxy) and (cast.shape, cast.device) == (source.shape, source.device):
+                self._names[cast.name] = name
 
     def current(self, name: str) -> TensorProxy:
         """The value that the model's operators read for a parameter of the trace."""
@@ -171,6 +188,7 @@ class InputTable:
         """The table and trace as ``plugin`` finds them: trainability follows the ledger, the rest is unchanged."""
         table = self.copy()
         table._stage, table._plugin = stage, plugin
+        table.notes.advance()
         swaps: dict[Any, TensorProxy] = {}
         new = from_trace(trace)
         new.names = set(trace.names)
@@ -199,6 +217,14 @@ def matches(proxy: TensorProxy, version: Version) -> bool:
         and proxy.device == to_device(version.device)
         and proxy.requires_grad == version.requires_grad
     )
+
+
+def updated_in_place(trace: TraceCtx) -> set[str]:
+    """Names of the arguments of a computation that the model updates in place."""
+    flat_args = trace.bound_symbols[-1].args[0]["flat_args"]
+    updated = {a.name for a, now in zip(trace.args, flat_args, strict=True) if now.name != a.name}
+    copied = {b.args[1].name for b in trace.bound_symbols if b.sym.name == "copy_"}
+    return updated | (copied & {a.name for a in trace.args})
 
 
 def live_mismatch(version: Version, tensor: torch.Tensor) -> str | None:

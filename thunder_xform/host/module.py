@@ -22,6 +22,11 @@ def drop_entries(statistics: Iterable[Any]) -> int:
     return dropped
 
 
+def compile_data_of(module: Any) -> Any:
+    """Thunder's compile data of a jitted module or function."""
+    return thunder.compile_data(module)
+
+
 def statistics_of(module: Any) -> Any:
     """Thunder's statistics, which hold the compiled entries, of a jitted module or function."""
     return thunder.compile_stats(module)

@@ -27,7 +27,7 @@ GradientRule = Callable[[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], Seq
 class Operator:
     """An operator that can be called while a trace is edited. Made by :func:`operator`."""
 
-    __slots__ = ("_symbol", "collective", "linear_bias", "linear_weight", "name", "side_effects")
+    __slots__ = ("_symbol", "collective", "linear_bias", "linear_weight", "name", "random", "side_effects")
 
     def __init__(
         self,
@@ -36,12 +36,14 @@ class Operator:
         *,
         collective: bool,
         side_effects: bool,
+        random: bool,
         linear_weight: int | None,
         linear_bias: int | None,
     ) -> None:
         self.name = name
         self.collective = collective
         self.side_effects = side_effects
+        self.random = random
         self.linear_weight = linear_weight
         self.linear_bias = linear_bias
         self._symbol = symbol
@@ -64,6 +66,7 @@ def operator(
     backward: GradientRule | None = None,
     collective: bool = False,
     side_effects: bool = False,
+    random: bool = False,
     linear_weight: int | None = None,
     linear_bias: int | None = None,
 ) -> Operator:
@@ -79,6 +82,7 @@ def operator(
         collective: the operator communicates between ranks. Inserting one counts as the effect ``trace.collectives``.
         side_effects: in a gradient rule, keep the operator although nothing reads its outputs. Elsewhere something
             must read them: Thunder drops what leads to no output when it differentiates a trace.
+        random: the operator draws random numbers. It never runs again in the backward: its outputs are kept for it.
         linear_weight: for an operator that stands for ``torch.nn.functional.linear``: the position of the
             argument that holds the weight, however encoded. The first argument is the input. Other plugins find
             such calls through :attr:`Operation.linear_weight`.
@@ -100,6 +104,7 @@ def operator(
         symbol,
         collective=collective,
         side_effects=side_effects,
+        random=random,
         linear_weight=linear_weight,
         linear_bias=linear_bias,
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_xform.host.inputs import InputTable, live_mismatch, matches
 from thunder_xform.host.ledger import Ledger
+from thunder_xform.host.notes import Notes
 from thunder_xform.host.operators import operator_of
 from thunder_xform.host.version import Version
 
@@ -130,23 +133,42 @@ def state_effects(
     return found
 
 
-def trace_effects(before: TraceCtx, after: TraceCtx) -> dict[str, str]:
-    """Effects on a trace, each with an example: ``trace.collectives`` and ``trace.compute``."""
+def trace_effects(before: TraceCtx, after: TraceCtx, notes: Notes) -> dict[str, str]:
+    """Effects on a trace, each with an example.
+
+    ``trace.collectives`` for a collective that was inserted, ``trace.compute.linear`` for whatever takes the place of
+    an operator ``linear``, ``trace.compute`` for what is inserted elsewhere, ``trace.saved`` for a choice of what the
+    backward keeps. A call of an operator that is called again as it was is no effect.
+    """
     found: dict[str, str] = {}
-    old = {(b.sym.name, tuple(o.name for o in b.flat_proxy_outs)) for b in before.bound_symbols}
-    new = {(b.sym.name, tuple(o.name for o in b.flat_proxy_outs)) for b in after.bound_symbols}
-    for bsym in after.bound_symbols:
-        if bsym.sym.id in (_UNPACK, prims.PrimIDs.RETURN):
-            continue
-        if (bsym.sym.name, tuple(o.name for o in bsym.flat_proxy_outs)) not in old:
+    old = Counter(_key(bsym, notes) for bsym in _operators(before))
+    new = Counter(_key(bsym, notes) for bsym in _operators(after))
+    for bsym in _operators(after):
+        if new[key := _key(bsym, notes)] > old[key]:
+            new[key] -= 1
             known = operator_of(bsym.sym)
-            effect = "trace.collectives" if known is not None and known.collective else "trace.compute"
-            found.setdefault(effect, f"inserts {bsym.sym.name!r}")
-    for bsym in before.bound_symbols:
-        key = (bsym.sym.name, tuple(o.name for o in bsym.flat_proxy_outs))
-        if bsym.sym.id not in (_UNPACK, prims.PrimIDs.RETURN) and key not in new:
-            found.setdefault("trace.compute", f"removes {bsym.sym.name!r}")
+            collective = known is not None and known.collective
+            found.setdefault("trace.collectives" if collective else _place(bsym, notes), f"inserts {bsym.sym.name!r}")
+    for bsym in _operators(before):
+        if old[key := _key(bsym, notes)] > new[key]:
+            old[key] -= 1
+            found.setdefault(f"trace.compute.{bsym.sym.name}", f"removes {bsym.sym.name!r}")
+    for wish in notes.wishes[:1]:
+        found["trace.saved"] = wish
     return found
+
+
+def _operators(trace: TraceCtx) -> Iterator[BoundSymbol]:
+    return (b for b in trace.bound_symbols if b.sym.id not in (_UNPACK, prims.PrimIDs.RETURN))
+
+
+def _key(bsym: BoundSymbol, notes: Notes) -> tuple[str, tuple[str, ...]]:
+    return bsym.sym.name, tuple(notes.same.get(o.name, o.name) for o in bsym.flat_proxy_outs)
+
+
+def _place(bsym: BoundSymbol, notes: Notes) -> str:
+    place = next((notes.places[o.name] for o in bsym.flat_proxy_outs if o.name in notes.places), None)
+    return "trace.compute" if place is None else f"trace.compute.{place}"
 
 
 def undeclared(found: Mapping[str, str], declared: Collection[str]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from thunder_xform.host.functions import already_compiled, compilation_under_way
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.ledger import Ledger
 from thunder_xform.host.module import compile_data_of, drop_entries, refuse_caching, statistics_of
+from thunder_xform.host.modules import ModuleRecord
 from thunder_xform.host.mutations import Watch
 from thunder_xform.host.optimizers import OptimizerCheck
 from thunder_xform.host.originals import Originals
@@ -52,6 +53,8 @@ class Session:
     parts: Parts
     #: buffers that a forward assigned
     assigned: AssignedBuffers
+    #: which module wrote which operator of the model's latest trace
+    modules: ModuleRecord
     #: inputs of the trace under transformation, as the latest plugin left them
     table: InputTable
     #: proxies that stand for the model in the prologue under transformation; None if it is the model's own
@@ -127,6 +130,8 @@ class Session:
         self.parts = Parts(self, self.hooks.rewriters())
         self.assigned = AssignedBuffers(self.module._model, self.ledger, self.invalidate)
         self.statistics.add(statistics_of(self.module))
+        self.modules = ModuleRecord(self.module._model)
+        self.modules.install(compile_data_of(self.module))
         transformed.attach(self.module, self)
 
     def _snapshot(self) -> dict[str, tuple[Version, int]]:

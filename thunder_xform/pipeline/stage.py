@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from thunder_xform.errors import PipelineError
-from thunder_xform.host import functions, verify
+from thunder_xform.host import functions, memory, verify
 from thunder_xform.host.computation import Computation
 from thunder_xform.host.conditions import conditions
 from thunder_xform.host.guards import insert_guard, with_check, with_module_checks
@@ -95,6 +95,9 @@ class Stage(Transform):
         session = self.session
         computation, table = read_inputs(session.ledger, prologue, computation, session.roots)
         prologue = with_check(prologue, "check_attributes", stamp.holds, first=True)
+        memory.take_over_marks(computation, table)
+        if session.roots is None:
+            table.notes.modules = session.modules.take(computation)
         prologue = insert_guard(prologue, session.key.read)
         if session.roots is not None:
             prologue = with_module_checks(prologue, session.roots, session.module)
@@ -111,8 +114,10 @@ class Stage(Transform):
         if session.verify:
             for problem in verify.inconsistencies(prologue, computation, session.table, session.ledger):
                 session.hooks.fail(index, "before_autograd", problem, before, computation)
-            found = verify.trace_effects(before, computation)
+            found = verify.trace_effects(before, computation, session.table.notes)
             session.hooks.check_declared(index, "before_autograd", found, before, computation)
+        if index == len(session.plugins) - 1:
+            computation = memory.marked(computation, session.table)
         for trace in (prologue, computation):
             trace.set_provenance(TraceProvenance(f"thunder_xform plugin {session.names[index]}"))
         return prologue, computation
