@@ -32,11 +32,6 @@ def statistics_of(module: Any) -> Any:
     return thunder.compile_stats(module)
 
 
-def compile_data_of(module: Any) -> Any:
-    """How Thunder compiles a jitted module or function."""
-    return thunder.compile_data(module)
-
-
 def refuse_caching(module: Any) -> None:
     """Raise for ways of caching compiled entries that a pipeline cannot guard."""
     option = compile_data_of(module).cache_option
