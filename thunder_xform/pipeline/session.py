@@ -13,6 +13,7 @@ from thunder_xform.context import Context
 from thunder_xform.errors import PipelineError
 from thunder_xform.host import transformed, verify
 from thunder_xform.host.assigned import AssignedBuffers
+from thunder_xform.host.dtensors import refuse_distributed
 from thunder_xform.host.events import CompileEvent, reasons
 from thunder_xform.host.functions import already_compiled, compilation_under_way
 from thunder_xform.host.inputs import InputTable
@@ -93,6 +94,7 @@ class Session:
             if transformed.session_of(module._model) is not None:
                 raise already_compiled(module._model)
             refuse_caching(module)
+            refuse_distributed(module._model)
             self.module = module
             self.ledger = Ledger(module)
             self._join()
