@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
+    "CheckError",
     "CheckpointError",
     "ConflictError",
     "CycleError",
@@ -299,6 +300,25 @@ class VerificationError(XformError):
             before=before,
             after=after,
         )
+
+
+class CheckError(XformError):
+    """A compiled model computes something else than the plain one in eager PyTorch.
+
+    Attributes:
+        kind: what departs first: ``"output"``, ``"buffer"``, ``"gradient"`` or ``"input gradient"``.
+        name: its number, or the name of the parameter or buffer.
+        detail: how it differs.
+        operator: the first operator whose result departs, and where it is called; empty if only gradients depart, or
+            it was not found.
+        plugin: the plugin without which it does not; empty if there is no such.
+    """
+
+    kind: str
+    name: str
+    detail: str
+    operator: str
+    plugin: str
 
 
 class PipelineError(XformError):

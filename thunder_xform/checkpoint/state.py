@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -40,14 +40,20 @@ def export_state(session: Session, kind: Kind) -> State:
     Raises:
         CheckpointError: there is no such kind, no adapter, or no plain model that computes the same.
     """
+    state = exported(session, kind)
+    if kind == "full":
+        return plain_state(session, state)
+    if kind == "sharded":
+        return {name: sharding.distributed(session, name, tensor) for name, tensor in state.items()}
+    return state
+
+
+def exported(session: Session, kind: Kind, before: Callable[[int, State], State] = lambda index, state: state) -> State:
+    """What the plugins' hooks make of the stored tensors; ``before`` edits the state ahead of each plugin's."""
     names = stored_names(session, _known(kind))
     state = {name: session.ledger.tensor(name).detach() for name in names}
     for index in reversed(_order(session)):
-        state = _mapped(session, index, "export_state", state, kind)
-    if kind == "full":
-        return _plain(session, state)
-    if kind == "sharded":
-        return {name: sharding.distributed(session, name, tensor) for name, tensor in state.items()}
+        state = _mapped(session, index, "export_state", before(index, state), kind)
     return state
 
 
@@ -93,11 +99,12 @@ def _order(session: Session) -> list[int]:
     """Plugins in the order in which an import passes them: in pipeline order, but those that change how tensors are
     stored after all others. On the way out, an adapter meets a weight that is gathered and dequantized.
     """
+    return sorted(range(len(session.plugins)), key=lambda index: stores_otherwise(session, index))
 
-    def stores_otherwise(index: int) -> bool:
-        return any(effect in ("params", "params.layout") for effect in session.steps[index].manifest.effects.writes)
 
-    return sorted(range(len(session.plugins)), key=stores_otherwise)
+def stores_otherwise(session: Session, index: int) -> bool:
+    """Whether a plugin changes how tensors are stored."""
+    return any(effect in ("params", "params.layout") for effect in session.steps[index].manifest.effects.writes)
 
 
 def _known(kind: str) -> Kind:
@@ -120,7 +127,7 @@ def _mapped(session: Session, index: int, hook: str, state: State, kind: Kind) -
     return state if mapped is None else mapped
 
 
-def _plain(session: Session, state: State) -> State:
+def plain_state(session: Session, state: State) -> State:
     """The state under all keys of the plain model, in its order."""
     ledger = session.ledger
     shapes = plain_shapes(session)

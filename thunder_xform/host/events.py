@@ -17,6 +17,7 @@ class CompileEvent:
         reasons: why compiled code did not fit, one phrase each.
         key: the guard key compiled under, by contributor.
         conditions: what else the compiled code takes for granted (inputs, parameters, attributes of modules).
+        check: what the comparison with eager PyTorch found; empty without one.
         seconds: time spent in each ``plugin.hook``, in seconds, in the order in which they ran.
     """
 
@@ -25,6 +26,7 @@ class CompileEvent:
     key: Mapping[str, Hashable]
     conditions: Mapping[str, str] = field(default_factory=dict, repr=False)
     seconds: dict[str, float] = field(default_factory=dict)
+    check: str = ""
 
 
 def reasons(

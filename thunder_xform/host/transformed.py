@@ -50,10 +50,14 @@ class TransformedModule(ThunderModule):
         session = self.__dict__[_SESSION]
         session.originals.check()
         session.optimizers.look_again()
-        assigned = session.assigned
-        if assigned.changed:
-            with assigned.shown():
-                return self._forward_fn(*args, **kwargs)
+        if session.assigned.changed:
+            with session.assigned.shown():
+                return self._run(session.check, args, kwargs)
+        return self._run(session.check, args, kwargs)
+
+    def _run(self, check: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if check is not None:
+            return check.call(self._forward_fn, args, kwargs)
         return self._forward_fn(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -190,6 +190,8 @@ class Handle:
         for event in session.events:
             seconds = ", ".join(f"{hook} {spent:.3f} s" for hook, spent in event.seconds.items())
             lines.append(f"compilation {event.number}: {'; '.join(event.reasons)}{f' ({seconds})' if seconds else ''}")
+            if event.check:
+                lines.append(f"  {event.check}")
         return "\n".join(lines)
 
 

@@ -88,6 +88,10 @@ class PluginHooks:
             and not {"trace", "trace.compute"}.isdisjoint(step.manifest.effects.writes)
         )
 
+    def implemented(self, hook: str) -> bool:
+        """Whether any plugin implements ``hook``."""
+        return any(self._implements(index, hook) for index in range(len(self.plugins)))
+
     def _implements(self, index: int, hook: str) -> bool:
         plugin = self.plugins[index]
         return any(i.plugin is plugin for i in getattr(self._manager.hook, hook).get_hookimpls())

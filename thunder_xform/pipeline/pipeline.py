@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.module import add_transforms, apply
 from thunder_xform.host.transformed import session_of
 from thunder_xform.host.types import PluginPolicy
+from thunder_xform.pipeline.check import EagerCheck
 from thunder_xform.pipeline.session import Session
 from thunder_xform.pipeline.stage import Stage
+from thunder_xform.pipeline.suspects import find_operator, find_suspect
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +102,27 @@ class Pipeline(list[Any]):
     def setup_executors(self) -> None:
         """None, for a recipe: operators carry their implementations."""
 
+    def check(self, against: Literal["eager"] = "eager") -> Pipeline:
+        """Compare each newly compiled entry, once, with the plain module in eager PyTorch; returns this pipeline.
+
+        Before the first call of each kind (shapes, dtypes, modes), outputs, buffers and gradients of a trial on copies
+        of its arguments are compared with those of the plain model that computes the same (gathered, dequantized,
+        merged), under the same random numbers. Nothing that the model or its user holds changes. Takes as much memory
+        as a second model; each check compiles no more than the call would. On ranks it is a collective.
+
+        Raises:
+            CheckError: at the call, on all ranks: what departs first, and the plugin to blame.
+        """
+        if against != "eager":
+            raise PipelineError(f"There is no check against {against!r}.", "Use check='eager'.")
+        if self._session.attached:
+            raise PipelineError(
+                "The pipeline transforms a model already, which is to be checked from its first call on.",
+                "Resolve it with check='eager'.",
+            )
+        self._session.checking = partial(EagerCheck, suspect=find_suspect, operator=find_operator)
+        return self
+
     def observe(self, *observers: object) -> Pipeline:
         """Register observers: objects whose ``@hookimpl(wrapper=True)`` methods surround every plugin's hooks."""
         for observer in observers:
@@ -106,13 +130,21 @@ class Pipeline(list[Any]):
         return self
 
 
-def build(resolution: Resolution, members: Sequence[tuple[Step, Any]], *, verify: bool = True) -> Pipeline:
+def build(
+    resolution: Resolution,
+    members: Sequence[tuple[Step, Any]],
+    *,
+    verify: bool = True,
+    check: Literal["eager"] | None = None,
+) -> Pipeline:
     """Make the pipeline for a resolution.
 
     Args:
         resolution: what was resolved.
         members: its steps that have code, each with its plugin instance, in order.
         verify: check traces and declared effects after every plugin (cheap next to tracing).
+        check: ``"eager"`` as in :meth:`Pipeline.check`.
     """
     session = Session(resolution, members, verify)
-    return Pipeline([Stage(session, index) for index in range(len(members))], session)
+    pipeline = Pipeline([Stage(session, index) for index in range(len(members))], session)
+    return pipeline if check is None else pipeline.check(check)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,13 @@ class Session:
     #: proxies that stand for the model in the prologue under transformation; None if it is the model's own
     roots: tuple[str, ...] | None = None
 
-    def __init__(self, resolution: Resolution, members: Sequence[tuple[Step, Any]], verify: bool) -> None:
+    def __init__(
+        self,
+        resolution: Resolution,
+        members: Sequence[tuple[Step, Any]],
+        verify: bool,
+        checking: Callable[[Session], Any] | None = None,
+    ) -> None:
         self.resolution = resolution
         self.plugins = tuple(plugin for _, plugin in members)
         self.steps = tuple(step for step, _ in members)
@@ -69,6 +76,9 @@ class Session:
         self.hooks = PluginHooks(self.steps, self.plugins, self.contexts)
         self.names = self.hooks.names
         self.verify = verify
+        #: makes `check`, which runs the model's calls; None to run them as they are
+        self.checking = checking
+        self.check: Any = None
         self.no_sync_depth = 0
         self.events: list[CompileEvent] = []
         self.attached = 0
@@ -135,6 +145,7 @@ class Session:
         self.modules = ModuleRecord(self.module._model)
         self.modules.install(compile_data_of(self.module))
         transformed.attach(self.module, self)
+        self.check = self.checking(self) if self.checking else None
 
     def _snapshot(self) -> dict[str, tuple[Version, int]]:
         return {name: (self.ledger.latest(name), self.ledger.tensor(name).data_ptr()) for name in self.ledger}
@@ -157,6 +168,11 @@ class Session:
         why = reasons(key, conditions, held, self._why_dropped)
         self.events.append(CompileEvent(len(self.events), why, key, conditions))
         self.statistics.add(compilation_under_way()[1])
+
+    def unchecked(self, reason: str) -> None:
+        """Say that the compilation under way is not compared with eager PyTorch, though that was asked for."""
+        self.events[-1].check = f"not compared: {reason}"
+        warnings.warn(f"A compiled entry was not compared with eager PyTorch: {reason}.", stacklevel=2)
 
     # -- while it trains -----------------------------------------------------------------------------------------
 

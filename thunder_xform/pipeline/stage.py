@@ -52,6 +52,8 @@ class Stage(Transform):
                 functions.observe(session)
                 stamp, read = session.watch.stamp()
                 session.begin(read | conditions(prologue))
+            if session.roots and session.check is not None:
+                session.unchecked("it was compiled into a function that contains the model")
         if session.roots == ():
             return prologue, computation, epilogue_trace
         with session.compiling():

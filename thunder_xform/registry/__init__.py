@@ -6,7 +6,7 @@ Nothing here imports torch, Thunder or a plugin's code, except `resolve`, for th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from thunder_xform.registry._order import Edge
 from thunder_xform.registry._record import Record
@@ -58,9 +58,10 @@ def resolve(
     allow: Iterable[str] | None = None,
     deny: Iterable[str] | None = None,
     edges: Edges = (),
+    check: Literal["eager"] | None = None,
 ) -> Pipeline:
     """`Registry.resolve` of the installed plugins."""
-    return installed().resolve(request, options=options, allow=allow, deny=deny, edges=edges)
+    return installed().resolve(request, options=options, allow=allow, deny=deny, edges=edges, check=check)
 
 
 def why(a: str, b: str, **selection: Any) -> Explanation:

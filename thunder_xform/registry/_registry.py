@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from thunder_xform.manifest import STAGES, Manifest
 from thunder_xform.registry._catalog import Catalog
@@ -80,8 +80,13 @@ class Registry:
         allow: Iterable[str] | None = None,
         deny: Iterable[str] | None = None,
         edges: Edges = (),
+        check: Literal["eager"] | None = None,
     ) -> Pipeline:
         """`plan`, then load the planned plugins and no others; each call makes new plugin objects.
+
+        Args:
+            request, options, allow, deny, edges: as for `plan`.
+            check: "eager" to compare each newly compiled entry, once, with the plain model in eager PyTorch.
 
         Returns:
             A list of Thunder transforms, for ``thunder.jit(model, transforms=...)``. An empty request gives one that
@@ -100,7 +105,7 @@ class Registry:
         # The one import that goes up a floor: `resolve` is where the registry hands over.
         from thunder_xform.pipeline import Plugin, build
 
-        return build(resolution, load(resolution) or [(_BARE, Plugin(None))])
+        return build(resolution, load(resolution) or [(_BARE, Plugin(None))], check=check)
 
     def why(self, a: str, b: str, **selection: Any) -> Explanation:
         """Why `a` and `b` run in their order when both are requested; keywords as for `plan`."""

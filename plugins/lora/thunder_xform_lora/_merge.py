@@ -52,7 +52,9 @@ def merged_weight(target: Target, weight: torch.Tensor, tensors: Sequence[torch.
     delta = target.layer.change(a, b) * (target.scaling * factor)
     whole = weight.to(delta.dtype) + delta.to(weight.device)
     if magnitude:
-        whole = target.layer.scaled(whole, magnitude[0].flatten() / target.layer.lengths(whole).flatten())
+        # Constant to gradients, as in DoRA's section 4.3.
+        lengths = target.layer.lengths(whole).detach().flatten()
+        whole = target.layer.scaled(whole, magnitude[0].flatten() / lengths)
     return whole.to(weight.dtype)
 
 
