@@ -9,7 +9,7 @@ import torch
 from thunder_xform.checkpoint.state import State, exported, plain_state, stores_otherwise
 
 if TYPE_CHECKING:
-    from thunder_xform.pipeline.session import Session
+    from thunder_xform.context import Session
 
 
 def differentiable_state(session: Session) -> tuple[State, State]:

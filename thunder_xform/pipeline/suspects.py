@@ -19,7 +19,7 @@ from thunder_xform.pipeline.stage import Stage
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline.compare import Compare
-    from thunder_xform.registry import Step
+    from thunder_xform.registry.step import Step
 
 _Members = Sequence[tuple["Step", Any]]
 #: What :func:`find_suspect` returns where the model departs without any plugin, and where none alone is to blame.
