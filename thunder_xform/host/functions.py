@@ -117,6 +117,11 @@ def compilation_under_way() -> tuple[Any, Any]:
     return data, statistics
 
 
+def uses_several_modules(prologue: TraceCtx) -> bool:
+    """Whether ``prologue`` unpacks more than one module that is no submodule of another."""
+    return sum(b.sym is prims.unpack_thunder_module for b in prologue.bound_symbols) > 1
+
+
 def module_roots(prologue: TraceCtx) -> dict[str, torch.nn.Module]:
     """The user's modules whose parameters ``prologue`` unpacks, by the name of the proxy that stands for each.
 
@@ -137,14 +142,14 @@ def module_roots(prologue: TraceCtx) -> dict[str, torch.nn.Module]:
     with tracectx(partial):
         prims.python_return(tuple(b.args[0] for b in unpacks))
     run = transform_for_execution(partial, (pythonex.ex,)).python_callable(include_decorators=False)
-    args, kwargs = _call_arguments()
+    args, kwargs = call_arguments()
     modules = run(*args, **kwargs)
     return {
         b.output.name: m._model if isinstance(m, ThunderModule) else m for b, m in zip(unpacks, modules, strict=True)
     }
 
 
-def _call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of the jitted call being compiled, from Thunder's frame: transforms are given traces only."""
     frame: Any = sys._getframe()
     while frame is not None:

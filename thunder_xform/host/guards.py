@@ -15,6 +15,8 @@ from thunder.core import prims
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
+from thunder_xform.host.arguments import signature
+from thunder_xform.host.functions import call_arguments
 from thunder_xform.host.operators import _executor
 
 #: Modules of torch.nn that compute the same in training and in evaluation.
@@ -53,6 +55,17 @@ def with_check(prologue: TraceCtx, name: str, holds: Callable[[], bool], *, firs
     )
     position = start + 1 if first else len(prologue.bound_symbols) - 1
     return _inserted(prologue, name, lambda _: holds(), args, position)
+
+
+def with_argument_check(prologue: TraceCtx) -> TraceCtx:
+    """A prologue that raises :class:`GuardMiss` for other arguments than those of the call that is being compiled.
+
+    What is not a tensor is compared: Thunder leaves most kinds of it unchecked.
+    """
+    expected = signature(*call_arguments())
+    unpacked = [(i, b.output) for i, b in enumerate(prologue.bound_symbols) if b.sym.id == prims.PrimIDs.UNPACK_TRIVIAL]
+    position, subjects = max(i for i, _ in unpacked) + 1, [proxy for _, proxy in unpacked]
+    return _inserted(prologue, "check_arguments", lambda given: bool(signature(*given) == expected), subjects, position)
 
 
 def with_module_checks(prologue: TraceCtx, roots: Collection[str], module: torch.nn.Module) -> TraceCtx:

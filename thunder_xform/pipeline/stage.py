@@ -8,7 +8,7 @@ from thunder_xform.errors import PipelineError
 from thunder_xform.host import functions, memory, verify
 from thunder_xform.host.computation import Computation
 from thunder_xform.host.conditions import conditions
-from thunder_xform.host.guards import insert_guard, with_check, with_module_checks
+from thunder_xform.host.guards import insert_guard, with_argument_check, with_check, with_module_checks
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.module import apply
 from thunder_xform.host.prologue import Prologue
@@ -76,7 +76,8 @@ class Stage(Transform):
                 "Pass the pipeline to thunder.jit as it is, without reordering or slicing it.",
             )
         if session.attached and functions.compiles(session.module):
-            return None
+            # A module among the arguments is no part of the model, whatever its parameters are called.
+            return functions.enter(session.module, prologue) if functions.uses_several_modules(prologue) else None
         if not session.attached:
             models = list(dict.fromkeys(functions.module_roots(prologue).values()))
             if len(models) != 1:
@@ -100,6 +101,7 @@ class Stage(Transform):
         memory.take_over_marks(computation, table)
         if session.roots is None:
             table.notes.modules = session.modules.take(computation)
+        prologue = with_argument_check(prologue)
         prologue = insert_guard(prologue, session.key.read)
         if session.roots is not None:
             prologue = with_module_checks(prologue, session.roots, session.module)
