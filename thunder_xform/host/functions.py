@@ -63,7 +63,7 @@ def observe(session: Any) -> None:
         return
     session.adopters.add(data)
     session.watch.install(data)
-    args, kwargs = _call_arguments()
+    args, kwargs = call_arguments()
     data.acquire_initial_trace(data.fn, args, kwargs, data, statistics, data.executors_list[0])
     if writes := session.watch.writes:
         raise PipelineError(
