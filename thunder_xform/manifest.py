@@ -97,6 +97,14 @@ class Manifest:
             raise ManifestError(
                 f"not valid TOML: {error}.", "Correct the syntax there.", file=file, distribution=distribution
             ) from None
+        except (MemoryError, RecursionError, ValueError) as error:
+            # Brackets nested by the thousand, numbers of too many digits: the parser has no error of its own for these.
+            raise ManifestError(
+                f"not readable as TOML ({type(error).__name__}).",
+                "Correct what is nested too deeply or too long there.",
+                file=file,
+                distribution=distribution,
+            ) from None
         return _Reader(table, file, distribution).manifest()
 
     @classmethod
@@ -105,7 +113,7 @@ class Manifest:
         file = file or str(path)
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ManifestError(
                 f"cannot be read ({reason}).",

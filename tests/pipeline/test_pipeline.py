@@ -155,6 +155,11 @@ def test_composition_with_transforms_of_thunder(ours_first):
     assert ("mul" in names) == ours_first
 
 
+def test_v28_a_plugin_needs_no_options():
+    assert tx.Plugin().options is None
+    assert Doubled().options is None
+
+
 def test_an_empty_request_still_gives_a_pipeline():
     model, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.randn(4, 3)
     compiled = assert_same_numerics(model, (x,), tx.registry.resolve([]), calls=2, atol=1e-5)

@@ -84,6 +84,46 @@ BROKEN = {
             'Write it as "package:manifest.toml".'
         ),
     ),
+    "V20: nested brackets": (
+        {"manifest": "schema = " + "[" * 5000},
+        "ManifestError",
+        (
+            "thunder_xform_bad/manifest.toml of thunder-xform-bad 1.0: not readable as TOML (RecursionError). "
+            "Correct what is nested too deeply or too long there."
+        ),
+    ),
+    "V20: nested tables": (
+        {"manifest": "schema = " + "{a = " * 5000},
+        "ManifestError",
+        (
+            "thunder_xform_bad/manifest.toml of thunder-xform-bad 1.0: not readable as TOML (RecursionError). "
+            "Correct what is nested too deeply or too long there."
+        ),
+    ),
+    "V20: a number of many digits": (
+        {"manifest": "schema = " + "1" * 5000},
+        "ManifestError",
+        (
+            "thunder_xform_bad/manifest.toml of thunder-xform-bad 1.0: not readable as TOML (ValueError). "
+            "Correct what is nested too deeply or too long there."
+        ),
+    ),
+    "V21: a path out of the package": (
+        {"entry_points": "[thunder_xform.plugins]\nbad = thunder_xform_bad:../thunder_xform_lora/manifest.toml\n"},
+        "DiscoveryError",
+        (
+            "thunder-xform-bad 1.0, entry point 'bad': the manifest '../thunder_xform_lora/manifest.toml' lies "
+            "outside of the package 'thunder_xform_bad'. Ship it as a file of the package."
+        ),
+    ),
+    "V21: an absolute path": (
+        {"entry_points": "[thunder_xform.plugins]\nbad = thunder_xform_bad:/etc/hostname\n"},
+        "DiscoveryError",
+        (
+            "thunder-xform-bad 1.0, entry point 'bad': the manifest '/etc/hostname' lies outside of the package "
+            "'thunder_xform_bad'. Ship it as a file of the package."
+        ),
+    ),
 }
 
 
@@ -98,6 +138,20 @@ def test_a_broken_plugin_is_one_record_and_an_error_when_asked_for(site, evaluat
     ]
     assert evaluate(ASK.format(name="lora"), site) is None
     assert evaluate(ASK.format(name="bad"), site) == [kind, message]
+
+
+def test_v21_a_manifest_that_is_a_link_out_of_its_package(site, evaluate, tmp_path):
+    elsewhere = tmp_path / "elsewhere.toml"
+    elsewhere.write_text("secret = 1")
+    manifest = site.install("bad") / "manifest.toml"
+    manifest.unlink()
+    manifest.symlink_to(elsewhere)
+    ((_, status, _, _, message), _) = evaluate(LIST, site)
+    assert status == "broken"
+    assert message == (
+        "thunder-xform-bad 1.0, entry point 'bad': the manifest 'manifest.toml' lies outside of the package "
+        "'thunder_xform_bad'. Ship it as a file of the package."
+    )
 
 
 def test_unparsable_entry_points(site, evaluate):

@@ -19,6 +19,10 @@ class Fails:
     def __init__(self, *options):
         raise RuntimeError("no device")
 
+class Exits:
+    def __init__(self, *options):
+        raise SystemExit(0)
+
 class Refuses:
     def __init__(self, *options):
         from thunder_xform.errors import PipelineError
@@ -57,9 +61,11 @@ def resolve(registry, tmp_path, monkeypatch):
     (package / "plugin.py").write_text(PLUGIN)
     (package / "options.py").write_text(OPTIONS)
     (package / "broken.py").write_text("import not_there")
+    (package / "exits.py").write_text("import sys; sys.exit('bye')")
     monkeypatch.syspath_prepend(tmp_path)
     pipeline = types.ModuleType("thunder_xform.pipeline")
-    pipeline.build = lambda resolution, plugins: (resolution, plugins)
+    pipeline.build = lambda resolution, plugins, check: (resolution, plugins)
+    pipeline.Plugin = lambda options: None
     monkeypatch.setitem(sys.modules, "thunder_xform.pipeline", pipeline)
 
     def run(request="lora", plugin="plugin:Plugin", options="options:Options", host=None, **keywords):
@@ -121,6 +127,21 @@ LOAD_ERRORS = {
         {"plugin": "plugin:Fails"},
         "'loaded_plugin.plugin:Fails' cannot be instantiated (RuntimeError: no device).",
         RuntimeError,
+    ),
+    "V40: constructor that exits": (
+        {"plugin": "plugin:Exits"},
+        "'loaded_plugin.plugin:Exits' cannot be instantiated (SystemExit: 0).",
+        SystemExit,
+    ),
+    "V40: import that exits": (
+        {"plugin": "exits:Plugin"},
+        "'loaded_plugin.exits:Plugin' cannot be imported (SystemExit: bye).",
+        SystemExit,
+    ),
+    "V40: options that exit": (
+        {"options": "exits:Options"},
+        "'loaded_plugin.exits:Options' cannot be imported (SystemExit: bye).",
+        SystemExit,
     ),
 }
 

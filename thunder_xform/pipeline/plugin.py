@@ -13,12 +13,12 @@ class Plugin(Generic[Options]):
     One instance serves one pipeline, hence one model.
 
     Attributes:
-        options: the validated instance of the manifest's options class.
+        options: the validated instance of the manifest's options class; None where the manifest names none.
     """
 
     options: Options
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options = None) -> None:  # type: ignore[assignment]
         self.options = options
 
     def process_groups(self) -> tuple[Any, ...]:

@@ -37,9 +37,24 @@ def scan() -> tuple[Record, ...]:
     records = [
         record
         for name, copies in installed.items()
-        for record in (_records(copies) if name else map(_nameless, copies))
+        for record in (_contained(copies) if name else map(_nameless, copies))
     ]
     return tuple(sorted(records, key=lambda record: (record.name, normalize(record.distribution), record.version)))
+
+
+def _contained(copies: list[Distribution]) -> list[Record]:
+    """`_records`; one broken record where finding them fails in a way that nobody thought of."""
+    try:
+        return _records(copies)
+    except Exception as cause:
+        name, version = str(copies[0].metadata["Name"]), str(copies[0].version or "?")
+        error = DiscoveryError(
+            f"{name} {version}: its metadata or manifest cannot be read ({type(cause).__name__}: {cause}).",
+            f"Reinstall it, or report it to its author: pip install --force-reinstall {name}",
+            distribution=name,
+            version=version,
+        )
+        return [Record(name=name, distribution=name, version=version, error=error)]
 
 
 def _announcing() -> Iterator[Distribution]:
@@ -117,6 +132,9 @@ def _manifest_path(record: Record, package: str, filename: str, directories: tup
         raise _fault(record, f"the package {package!r} is not importable", remedy)
     for directory in directories:
         if (path := directory / filename).is_file():
+            if ".." in Path(filename).parts or not path.resolve().is_relative_to(directory.resolve()):
+                problem = f"the manifest {filename!r} lies outside of the package {package!r}"
+                raise _fault(record, problem, "Ship it as a file of the package")
             return path
     raise _fault(
         record,

@@ -14,6 +14,9 @@ from thunder_xform.registry.step import Step
 
 __all__ = ["load", "load_class"]
 
+#: What the code of a plugin may raise without ending the program; `sys.exit()` there is a fault like any other.
+_FAULTS = (Exception, SystemExit)
+
 
 def load(resolution: Resolution) -> tuple[tuple[Step, Any], ...]:
     """A plugin object for each step, in order.
@@ -32,7 +35,7 @@ def load_class(step: Step, target: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as cause:
+    except _FAULTS as cause:
         raise _load_error(step, target, "cannot be imported", cause) from cause
 
 
@@ -52,7 +55,7 @@ def _instantiate(step: Step, cls: Any, arguments: tuple[Any, ...]) -> Any:
         return cls(*arguments)
     except XformError:
         raise
-    except Exception as cause:
+    except _FAULTS as cause:
         raise _load_error(step, step.manifest.plugin or "", "cannot be instantiated", cause) from cause
 
 
@@ -89,7 +92,7 @@ def _build_options(step: Step, cls: Any) -> Any:
             option="",
             value="",
         ) from error
-    except Exception as cause:
+    except _FAULTS as cause:
         raise _load_error(step, step.manifest.options or "", "cannot be instantiated", cause) from cause
 
 
@@ -104,7 +107,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _load_error(step: Step, target: str, what: str, cause: Exception) -> LoadError:
+def _load_error(step: Step, target: str, what: str, cause: BaseException) -> LoadError:
     announced = f", entry point {step.entry_point!r}" if step.entry_point else ""
     return LoadError(
         f"{step.name!r} [{step.origin}{announced}]: {target!r} {what} ({type(cause).__name__}: {cause}).",
