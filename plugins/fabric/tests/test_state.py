@@ -154,3 +154,18 @@ def test_raw_state_dict_of_the_plain_model(ranks, tmp_path):
     for found in ranks.run(load_raw, tmp_path / "raw.pt"):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_modules_can_be_made_after_models_are_gone():
+    """Hooks on the registration of modules outlive neither their model nor an iteration over them."""
+    from thunder_xform_fabric import _module
+
+    for _ in range(3):
+        _module._stand_in(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert len(_module._spent) >= 3
+    plain, transformed, wrapper = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), torch.nn.Module()
+    _module._stand_in(plain, transformed)
+    assert not _module._spent
+    wrapper._original_module = plain
+    assert wrapper._original_module is transformed

@@ -11,6 +11,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 import thunder_xform as tx
 
+#: Handles of hooks that did their work or lost their model. PyTorch iterates over its hooks while it calls them, so
+#: none may be removed there.
+_spent: set[Any] = set()
+
 
 def transform(module: torch.nn.Module, pipeline: tx.Pipeline, jit: bool, executors: Any) -> torch.nn.Module:
     """Transform a plain module, or one that ``thunder.jit`` compiled, called or not.
@@ -51,13 +55,15 @@ def _stand_in(plain: torch.nn.Module, transformed: torch.nn.Module) -> None:
     ``parameters()``, and ``state_dict()`` would be the plain one's. PyTorch asks this hook when the wrapper registers
     it.
     """
+    while _spent:
+        _spent.pop().remove()
     given, made = weakref.ref(plain), weakref.ref(transformed)
 
     def replace(wrapper: torch.nn.Module, name: str, value: torch.nn.Module | None) -> Any:
         found = made()
         wanted = name == "_original_module" and value is not None and value is given()
         if wanted or found is None:
-            hook.remove()
+            _spent.add(hook)
         return found if wanted else None
 
     hook = register_module_module_registration_hook(replace)
