@@ -48,13 +48,19 @@ def _contained(copies: list[Distribution]) -> list[Record]:
         return _records(copies)
     except Exception as cause:
         name, version = str(copies[0].metadata["Name"]), str(copies[0].version or "?")
-        error = DiscoveryError(
-            f"{name} {version}: its metadata or manifest cannot be read ({type(cause).__name__}: {cause}).",
-            f"Reinstall it, or report it to its author: pip install --force-reinstall {name}",
-            distribution=name,
-            version=version,
-        )
-        return [Record(name=name, distribution=name, version=version, error=error)]
+        problem = f"its metadata or manifest cannot be read ({type(cause).__name__}: {cause})"
+        return [_unreadable(name, version, problem)]
+
+
+def _unreadable(name: str, version: str, problem: str) -> Record:
+    """The one record of a distribution of which no plugin's name can be learnt."""
+    error = DiscoveryError(
+        f"{name} {version}: {problem}.",
+        f"Reinstall it, or report it to its author: pip install --force-reinstall {name}",
+        distribution=name,
+        version=version,
+    )
+    return Record(name=name, distribution=name, version=version, error=error)
 
 
 def _announcing() -> Iterator[Distribution]:
@@ -91,13 +97,8 @@ def _records(copies: list[Distribution]) -> list[Record]:
     except Exception:
         points = []
     if not points:
-        error = DiscoveryError(
-            f"{name} {version}: the group {GROUP} of its entry_points.txt contains nothing that can be read.",
-            f"Reinstall it, or report it to its author: pip install --force-reinstall {name}",
-            distribution=name,
-            version=version,
-        )
-        return [Record(name=name, distribution=name, version=version, error=error)]
+        problem = f"the group {GROUP} of its entry_points.txt contains nothing that can be read"
+        return [_unreadable(name, version, problem)]
     return [replace(_record(p.name, p.value, name, version), shadowed=shadowed) for p in points]
 
 
