@@ -11,7 +11,7 @@ import enum
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def signature(args: Sequence[Any] = (), kwargs: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
     """What a compiled entry depends on in arguments, except what tensors are: types, values, structure, identities.
 
     Two signatures are equal where the arguments mean the same to a trace. Objects of unknown types are taken apart into

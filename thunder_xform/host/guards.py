@@ -62,10 +62,20 @@ def with_argument_check(prologue: TraceCtx) -> TraceCtx:
 
     What is not a tensor is compared: Thunder leaves most kinds of it unchecked.
     """
-    expected = signature(*call_arguments())
-    unpacked = [(i, b.output) for i, b in enumerate(prologue.bound_symbols) if b.sym.id == prims.PrimIDs.UNPACK_TRIVIAL]
-    position, subjects = max(i for i, _ in unpacked) + 1, [proxy for _, proxy in unpacked]
-    return _inserted(prologue, "check_arguments", lambda given: bool(signature(*given) == expected), subjects, position)
+    given: dict[str, Any] = dict(zip(("args", "kwargs"), call_arguments(), strict=True))
+    # Transforms that prune prologues drop `kwargs` where no operator reads it.
+    unpacked = {
+        b.output.name: (i, b.output)
+        for i, b in enumerate(prologue.bound_symbols)
+        if b.sym.id == prims.PrimIDs.UNPACK_TRIVIAL
+    }
+    expected = signature(**{name: given[name] for name in unpacked})
+    position, subjects = max(i for i, _ in unpacked.values()) + 1, [proxy for _, proxy in unpacked.values()]
+
+    def holds(values: list[Any]) -> bool:
+        return bool(signature(**dict(zip(unpacked, values, strict=True))) == expected)
+
+    return _inserted(prologue, "check_arguments", holds, subjects, position)
 
 
 def with_module_checks(prologue: TraceCtx, roots: Collection[str], module: torch.nn.Module) -> TraceCtx:
