@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="thunder-xform",
-        description="Look at plugins and plan pipelines. Only `validate --imports` executes their code.",
+        description="Look at plugins and plan pipelines. Only `validate --imports` and `doctor MODULE:FACTORY` execute "
+        "their code.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -64,7 +65,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     validate.add_argument("target", metavar="DIST|PATH")
     validate.add_argument("--imports", action="store_true", help="also import the plugin: this executes its code")
-    command("doctor", "_doctor", "run", "Check torch, Thunder, executors, process-group backends and all plugins.")
+    doctor = command(
+        "doctor", "_doctor", "run", "Check torch, Thunder, executors, process-group backends, plugins and a model."
+    )
+    doctor.add_argument(
+        "model",
+        metavar="MODULE:FACTORY",
+        nargs="?",
+        help="compare with eager PyTorch what this function returns: a model and its arguments",
+    )
+    doctor.add_argument(
+        "--with", dest="request", action="append", default=[], metavar="REQUEST", help="its plugins; repeatable"
+    )
+    _add_edges(doctor)
     return parser
 
 

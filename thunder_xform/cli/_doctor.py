@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thunder_xform import registry
 from thunder_xform.cli._output import print_json
+from thunder_xform.errors import XformError
 from thunder_xform.registry._host import installed_version
 
 __all__ = ["run"]
@@ -28,9 +30,11 @@ class _Finding:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the state of everything a pipeline runs on; 1 if there is a problem."""
-    findings = [*_versions(), *_torch(), *_thunder(), *_plugins()]
-    if arguments.json:
+    """Print the state of everything a pipeline runs on, and of a model if one is named; 1 if there is a problem."""
+    findings = [*_versions(), *_torch(), *_thunder(), *_plugins(), *_model(arguments)]
+    if os.environ.get("RANK", "0") != "0":
+        pass  # Under torchrun all ranks find the same.
+    elif arguments.json:
         print_json(findings)
     else:
         width = max(len(finding.topic) for finding in findings)
@@ -81,6 +85,18 @@ def _thunder() -> Iterator[_Finding]:
     nvfuser = "nvfuser" in names
     hint = "yes" if nvfuser else "no; optional, see the nvfuser-* extras"
     yield _Finding("executor: nvfuser", "ok" if nvfuser else "note", hint)
+
+
+def _model(arguments: argparse.Namespace) -> Iterator[_Finding]:
+    if arguments.model is None:
+        return
+    from thunder_xform.cli._model import check_model
+
+    try:
+        for mode, equal, report in check_model(arguments.model, arguments.request, arguments.edge):
+            yield _Finding(f"model: {mode}", "ok" if equal else "problem", report)
+    except XformError as error:
+        yield _Finding("model", "problem", str(error))
 
 
 def _plugins() -> Iterator[_Finding]:
