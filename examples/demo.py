@@ -16,7 +16,7 @@ def main() -> None:
     started = time.monotonic()
     args = options.parse(__doc__)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
-    run(*torchrun, f"--nproc-per-node={RANKS}", HERE / "train.py", *sys.argv[1:])
+    run(*torchrun, f"--nproc-per-node={RANKS}", HERE / "train.py", "--check", *sys.argv[1:])
     run(HERE / "generate.py", args.out)
     print(f"{args.out} has {', '.join(sorted(file.name for file in args.out.iterdir()))}")
     print(f"The demo took {time.monotonic() - started:.0f} s.")

@@ -56,6 +56,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         default=scheme,
         help=f"hold the base model's weights in few bits while fine-tuning (default here: {scheme})",
     )
+    parser.add_argument("--check", action="store_true", help="compare what is compiled with eager PyTorch, once")
     parser.add_argument("--fail-at", metavar="RANK:STEP", help="raise there, to see how a crash is reported")
     return parser
 

@@ -74,7 +74,7 @@ def main() -> None:
 def train(
     module: nn.Module, stage: Stage, args: argparse.Namespace, console: Console
 ) -> tuple[tx.Handle, report.Curve]:
-    pipeline = tx.registry.resolve(stage.plugins, options=stage.options)
+    pipeline = tx.registry.resolve(stage.plugins, options=stage.options, check="eager" if args.check else None)
     model = thunder.jit(module, transforms=pipeline)
     handle = tx.handle(model)
 
@@ -107,6 +107,8 @@ def train(
             tokens = args.batch * args.window * args.accumulate * world_size
             progress.step(mean_over_ranks(torch.stack(losses).sum()), tokens)
         curve.after = validate(model, held_out)
+    if args.check:
+        console.print(f"{stage.name}: {handle.events[0].check}")
     return handle, curve
 
 

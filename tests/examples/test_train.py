@@ -34,9 +34,11 @@ def run(torchrun, texts, tmp_path_factory):
     options = [f"--{name}={value}" for name, value in SIZES.items()]
     done = torchrun(
         *options, f"--steps={STEPS}", f"--finetune-steps={FINETUNE_STEPS}", f"--lr={PEAK_LR}", "--out", out,
-        "--text", texts[0], "--finetune-text", texts[1], "--quant=none",
+        "--text", texts[0], "--finetune-text", texts[1], "--quant=none", "--check",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    for stage in ("pretraining", "fine-tuning"):
+        assert f"{stage}: equals eager PyTorch within 0.0001" in done.stdout
     return out, done.stdout
 
 
