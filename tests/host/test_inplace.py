@@ -34,11 +34,11 @@ class Restored(tx.Plugin):
 
 
 class Doubled(tx.Plugin):
-    """Replaces the operators that update in place themselves."""
+    """Replaces the operators that compute what is written in place."""
 
     @tx.hookimpl
     def before_autograd(self, computation, ctx):
-        return computation.rewrite("add_", lambda op, edit: op.call(op.args[0], op.args[1] * 2))
+        return computation.rewrite("add", lambda op, edit: op.call(op.args[0], op.args[1] * 2))
 
 
 class Frozen(tx.Plugin):

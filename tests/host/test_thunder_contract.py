@@ -119,7 +119,11 @@ def ids(trace):
         ),
         ("thunder.core.prims", "check_tensor_shape_and_metadata PrimIDs OpTags"),
         ("thunder.core.proxies", "Proxy ProxyTag TensorProxy variableify"),
-        ("thunder.core.pytree", "tree_flatten"),
+        ("thunder.clang", "maybe_convert_to_dtype"),
+        ("thunder.core.compile_data", "get_compile_data"),
+        ("thunder.core.pytree", "tree_flatten tree_map"),
+        ("thunder.torch", "_inplace_to_out_of_place _syms_returning_views"),
+        ("thunder.transforms.autocast", "disable_autocast"),
         ("thunder.core.symbol", "BoundSymbol Symbol"),
         ("thunder.core.trace", "TraceCtx TraceProvenance TraceTag from_trace tracectx"),
         ("thunder.core.transform_common", "Transform"),
@@ -459,3 +463,40 @@ def test_thunder_never_calls_a_transform_for_a_traced_inner_call():
     compiled = thunder.jit(nn.Linear(3, 3), transforms=[probe])
     thunder.jit(lambda x: compiled(x).sum())(torch.randn(1, 3))
     relied_on(not probe.finished, "module.py", "inner transforms are ignored; a workaround may be dropped now")
+
+
+def test_writes_in_place_end_with_a_copy_and_have_a_counterpart_out_of_place():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            h = x + 1
+            h[0].mul_(2)
+            torch.nn.functional.silu(h, inplace=True)
+            h[1] = 0
+            return h
+
+    probe = Probe()
+    thunder.jit(InPlace(), transforms=[probe])(torch.randn(2, 3))
+    bsyms = {b.sym.name: b for b in probe.computation.bound_symbols}
+    copies = {name: bsyms[name].subsymbols[-1] for name in ("mul_", "silu", "setitem_")}
+    relied_on(
+        all(copy.sym.id is prims.PrimIDs.COPY_ and len(copy.args) >= 2 for copy in copies.values()),
+        "inplace.py",
+        "the last that an operator in place does is a copy of its result into what it changes",
+    )
+    relied_on(
+        all(bsyms[name].args[0].name == copy.args[1].name for name, copy in copies.items()),
+        "inplace.py",
+        "what it changes comes first",
+    )
+    relied_on(
+        ltorch._inplace_to_out_of_place[bsyms["silu"].sym] == (bsyms["silu"].sym, 1)
+        and ltorch._inplace_to_out_of_place[bsyms["mul_"].sym][1] == -1,
+        "inplace.py",
+        "the position of the flag inplace",
+    )
+    renamed = [b for b in probe.computation.bound_symbols if b.sym.id is prims.PrimIDs.UPDATE_ALIASES]
+    relied_on(
+        renamed and all(len(b.args[0]) == len(b.output) for b in renamed),
+        "inplace.py",
+        "tensors that share memory are renamed by update_aliases",
+    )

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from thunder.core import dtypes, prims
+from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.proxies import Proxy
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from thunder_xform.errors import PipelineError
+from thunder_xform.host.dataflow import carrying_gradients
 from thunder_xform.host.mutations import Watch, Write, note_of
 from thunder_xform.host.operators import _executor
 
-_DETACHED = ProxyTag.DETACHED_AUTOGRAD_GRAPH
 Assign = Callable[[str, torch.Tensor], None]
 
 
@@ -41,7 +41,7 @@ def repeat_writes(epilogue: TraceCtx, computation: TraceCtx, watch: Watch, assig
         return epilogue
     results = tree_flatten(computation.bound_symbols[-1].args[0]["output"])[0]
     results = [r for r in results if isinstance(r, Proxy)]
-    carrying = _carrying_gradients(computation) if get_compile_data().is_grad_enabled else set()
+    carrying = carrying_gradients(computation) if get_compile_data().is_grad_enabled else set()
     # The epilogue takes what the computation returns last, in its order, under names of its own.
     taken = dict(zip([a.name for a in epilogue.args[len(epilogue.args) - len(results) :]], results, strict=True))
     new = from_trace(epilogue)
@@ -94,26 +94,3 @@ def _assignment(write: Write, number: int, detach: Sequence[bool], assign_buffer
         executor=_executor,
         _bind_postprocess=lambda bsym: setattr(bsym, "_call_ctx", {name: run}),
     )
-
-
-def _carrying_gradients(computation: TraceCtx) -> set[str]:
-    """Names of the tensors that require a gradient in eager PyTorch."""
-    carrying = {a.name for a in computation.args if isinstance(a, TensorProxy) and a.requires_grad}
-
-    def visit(bsym: BoundSymbol) -> None:
-        if bsym.sym.name in ("detach", "stop_gradient"):
-            return
-        for inner in bsym.subsymbols:
-            visit(inner)
-        inside = {o.name for inner in bsym.subsymbols for o in inner.flat_proxy_outs}
-        if carrying.isdisjoint(a.name for a in bsym.flat_proxy_args):
-            return
-        for output in bsym.flat_proxy_outs:
-            differentiable = isinstance(output, TensorProxy) and dtypes.is_inexact_dtype(output.dtype)
-            if differentiable and _DETACHED not in output.tags and output.name not in inside:
-                carrying.add(output.name)
-
-    for bsym in computation.bound_symbols:
-        if bsym.sym.id not in (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.RETURN):
-            visit(bsym)
-    return carrying

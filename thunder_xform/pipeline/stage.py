@@ -9,6 +9,7 @@ from thunder_xform.host import functions, memory, verify
 from thunder_xform.host.computation import Computation
 from thunder_xform.host.conditions import conditions
 from thunder_xform.host.guards import insert_guard, with_argument_check, with_check, with_module_checks
+from thunder_xform.host.inplace import without_writes
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.module import apply
 from thunder_xform.host.prologue import Prologue
@@ -101,6 +102,7 @@ class Stage(Transform):
         memory.take_over_marks(computation, table)
         if session.roots is None:
             table.notes.modules = session.modules.take(computation)
+        computation = without_writes(computation, table)
         prologue = with_argument_check(prologue)
         prologue = insert_guard(prologue, session.key.read)
         if session.roots is not None:

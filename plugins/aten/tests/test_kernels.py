@@ -30,9 +30,9 @@ def test_activations(like_eager, name, dtype):
 
 
 def test_activations_in_place(like_eager):
-    """What changes its input is left to Thunder."""
+    """V03: what changes its input in place is a value like any other."""
     ran = like_eager(lambda x: F.relu(x * 2, inplace=True) + x, x=torch.randn(4, 5))
-    assert not [name for name in ran if name.startswith("aten_")]
+    assert ran.count("aten_relu") == ran.count("aten_relu_backward") == 1
 
 
 def test_relu_of_integers(like_eager):
