@@ -118,7 +118,7 @@ def gradients(model, x):
 
 
 @pytest.mark.parametrize(
-    "table, instead", [(FRESH, OUT_OF_PLACE), (VIEWS, OUT_OF_PLACE_VIEWS)], ids=["layers", "views"]
+    ("table", "instead"), [(FRESH, OUT_OF_PLACE), (VIEWS, OUT_OF_PLACE_VIEWS)], ids=["layers", "views"]
 )
 def test_gradients_are_those_of_eager(table, instead):
     torch.manual_seed(0)
@@ -128,11 +128,10 @@ def test_gradients_are_those_of_eager(table, instead):
     model = thunder.jit(model, transforms=pipeline_of(same=tx.Plugin(None)))
     x = torch.randn(4, WIDTH).double()
     (outputs, found), (expected_outputs, expected) = gradients(model, x.clone()), gradients(plain, x.clone())
-    for name, out, right, pair, both in zip(
-        table, outputs, expected_outputs, zip(*[iter(found)] * 2), zip(*[iter(expected)] * 2), strict=True
-    ):
+    for index, (name, out, right) in enumerate(zip(table, outputs, expected_outputs, strict=True)):
+        mine, theirs = found[2 * index : 2 * index + 2], expected[2 * index : 2 * index + 2]
         torch.testing.assert_close(out, right, msg=lambda text, name=name: f"output of {name}: {text}")
-        torch.testing.assert_close(pair, both, msg=lambda text, name=name: f"gradients of {name}: {text}")
+        torch.testing.assert_close(mine, theirs, msg=lambda text, name=name: f"gradients of {name}: {text}")
 
 
 class Stateful(nn.Module):
@@ -224,28 +223,38 @@ REFUSALS = {
     ),
     "buffer": (
         lambda m, x: m.total.add_(m.layer(x)),
-        "'add_' changes the buffer 'total' in place by a value that carries a gradient. "
-        "Detach the value, or change a copy.",
+        (
+            "'add_' changes the buffer 'total' in place by a value that carries a gradient. "
+            "Detach the value, or change a copy."
+        ),
     ),
     "view of a buffer": (
         lambda m, x: (m.total[0].add_(m.layer(x)[0]), m.total)[1],
-        "'add_' changes the buffer 'total' in place by a value that carries a gradient. "
-        "Detach the value, or change a copy.",
+        (
+            "'add_' changes the buffer 'total' in place by a value that carries a gradient. "
+            "Detach the value, or change a copy."
+        ),
     ),
     "without gradients": (
         without_gradients,
-        "'mul_' changes a tensor in place, without gradients, through which a gradient flows. "
-        "Change it with gradients enabled, or change a detached copy.",
+        (
+            "'mul_' changes a tensor in place, without gradients, through which a gradient flows. "
+            "Change it with gradients enabled, or change a detached copy."
+        ),
     ),
     "perhaps a view": (
         lambda m, x: (lambda h: (h.contiguous().mul_(2), h)[1])(m.layer(x)),
-        "A tensor is changed in place and read under another name ('contiguous' made one of the other), of which "
-        "compiled code cannot tell whether they share memory. Change a copy, or read what was changed.",
+        (
+            "A tensor is changed in place and read under another name ('contiguous' made one of the other), of which "
+            "compiled code cannot tell whether they share memory. Change a copy, or read what was changed."
+        ),
     ),
     "detached": (
         lambda m, x: (lambda h: (h.detach().mul_(2), h)[1])(m.layer(x)),
-        "A tensor is changed in place and read under another name ('detach' made one of the other), of which "
-        "compiled code cannot tell whether they share memory. Change a copy, or read what was changed.",
+        (
+            "A tensor is changed in place and read under another name ('detach' made one of the other), of which "
+            "compiled code cannot tell whether they share memory. Change a copy, or read what was changed."
+        ),
     ),
     "inside a function": (
         lambda m, x: Inside.apply(m.layer(x)),
@@ -254,7 +263,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("fn, text", REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize(("fn", "text"), REFUSALS.values(), ids=REFUSALS)
 def test_what_would_get_other_gradients_is_refused(fn, text):
     model = thunder.jit(Refused(fn), transforms=pipeline_of(same=tx.Plugin(None)))
     with pytest.raises(PipelineError) as raised:
