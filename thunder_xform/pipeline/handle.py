@@ -14,6 +14,7 @@ from thunder_xform.host.events import CompileEvent
 from thunder_xform.host.module import transforms_of
 from thunder_xform.host.transformed import session_of
 from thunder_xform.host.version import Version
+from thunder_xform.pipeline.gradient_norm import gradient_norm
 from thunder_xform.pipeline.pipeline import Pipeline
 from thunder_xform.pipeline.session import Session
 from thunder_xform.pipeline.stage import Stage
@@ -77,9 +78,12 @@ class Handle:
 
         Returns:
             The norm before scaling, a scalar tensor, the same on all ranks.
+
+        Raises:
+            PipelineError: a plugin distributes parameters and says nothing of their norm, or several plugins do.
         """
         parameters = [p for p in self._session.parameters().values() if p.grad is not None]
-        norm = self._session.gradient_norm(parameters, norm_type)
+        norm = gradient_norm(self._session, parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 

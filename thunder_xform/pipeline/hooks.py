@@ -46,7 +46,7 @@ class PluginHooks:
 
     def call(self, index: int, hook: str, **arguments: Any) -> Any:
         """Call one plugin's implementation of ``hook``, inside the observers' wrappers; None if it has none."""
-        if not self._implements(index, hook):
+        if not self.implements(index, hook):
             return None
         others = [p for i, p in enumerate(self.plugins) if i != index]
         caller = self._manager.subset_hook_caller(hook, others)
@@ -84,15 +84,15 @@ class PluginHooks:
         return tuple(
             step.name
             for index, step in enumerate(self.steps)
-            if self._implements(index, "before_autograd")
+            if self.implements(index, "before_autograd")
             and not {"trace", "trace.compute"}.isdisjoint(step.manifest.effects.writes)
         )
 
     def implemented(self, hook: str) -> bool:
         """Whether any plugin implements ``hook``."""
-        return any(self._implements(index, hook) for index in range(len(self.plugins)))
+        return any(self.implements(index, hook) for index in range(len(self.plugins)))
 
-    def _implements(self, index: int, hook: str) -> bool:
+    def implements(self, index: int, hook: str) -> bool:
         plugin = self.plugins[index]
         return any(i.plugin is plugin for i in getattr(self._manager.hook, hook).get_hookimpls())
 

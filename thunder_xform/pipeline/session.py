@@ -196,11 +196,3 @@ class Session:
         return {
             name: tensor for name in self.ledger if isinstance(tensor := self.ledger.tensor(name), torch.nn.Parameter)
         }
-
-    def gradient_norm(self, parameters: list[torch.nn.Parameter], norm_type: float) -> torch.Tensor:
-        """Norm of the whole gradient of ``parameters``: from the plugin that distributes them, else plainly."""
-        for index in reversed(range(len(self.plugins))):
-            norm = self.hooks.call(index, "gradient_norm", parameters=parameters, norm_type=norm_type)
-            if norm is not None:
-                return norm
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
