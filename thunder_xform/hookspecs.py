@@ -88,4 +88,5 @@ class Hooks:
         """The norm over all ranks of the gradients of ``parameters`` that this plugin distributes.
 
         Returns the scalar tensor, or None if the plugin leaves gradients whole on every rank.
+        Clipping is refused where a plugin stores parameters that train in another form and does not implement this.
         """
