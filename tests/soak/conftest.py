@@ -1,0 +1,3 @@
+from thunder_xform.testing.fixtures import ranks
+
+__all__ = ["ranks"]
