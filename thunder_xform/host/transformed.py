@@ -18,6 +18,7 @@ from thunder.core.interpreter import make_opaque
 from thunder.core.module import ThunderModule
 
 from thunder_xform.errors import PipelineError
+from thunder_xform.host.derivatives import refuse_second_derivatives
 from thunder_xform.host.functions import adopt
 
 _SESSION = "_thunder_xform_session"
@@ -56,9 +57,10 @@ class TransformedModule(ThunderModule):
         return self._run(session.check, args, kwargs)
 
     def _run(self, check: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if check is not None:
-            return check.call(self._forward_fn, args, kwargs)
-        return self._forward_fn(*args, **kwargs)
+        call = self._forward_fn
+        outputs = call(*args, **kwargs) if check is None else check.call(call, args, kwargs)
+        refuse_second_derivatives(outputs)
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         session = self.__dict__.get(_SESSION)

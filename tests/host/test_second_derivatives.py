@@ -1,0 +1,62 @@
+"""V24: a compiled backward is not recorded; asking for that is an error, and everything else goes on."""
+
+import pytest
+import torch
+from torch import nn
+
+import thunder_xform as tx
+from thunder_xform.errors import PipelineError
+from thunder_xform.testing import pipeline_of
+
+import thunder  # isort: skip
+
+TEXT = (
+    "The backward of a compiled model is run with create_graph=True, but it cannot be differentiated again. "
+    "Compute the gradient penalty with the plain model, or leave out create_graph."
+)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return {"first": torch.tanh(self.layer(x)), "others": [x.detach(), self.layer(x).exp()]}
+
+
+def penalty_on_input(model, x):
+    torch.autograd.grad(model(x)["first"].sum(), x, create_graph=True)
+
+
+def penalty_on_parameters(model, x):
+    torch.autograd.grad(model(x)["others"][1].sum(), list(model.parameters()), create_graph=True)
+
+
+def backward(model, x):
+    model(x)["first"].sum().backward(create_graph=True)
+
+
+def jacobian(model, x):
+    torch.autograd.functional.jacobian(lambda x: model(x)["first"], x, create_graph=True)
+
+
+def hvp(model, x):
+    torch.autograd.functional.hvp(lambda x: model(x)["first"].sum(), x, torch.ones_like(x))
+
+
+def test_second_derivatives_are_refused_and_first_ones_are_not():
+    model = thunder.jit(Model(), transforms=pipeline_of(same=tx.Plugin(None)))
+    x = torch.randn(2, 3, requires_grad=True)
+    for ask in (penalty_on_input, penalty_on_parameters, backward, jacobian, hvp):
+        with pytest.raises(PipelineError) as raised:
+            ask(model, x)
+        assert str(raised.value) == TEXT, ask.__name__
+    loss = model(x)["first"].sum()
+    loss.backward(retain_graph=True)
+    once = x.grad.clone()
+    eager = x.detach().clone().requires_grad_()
+    torch.tanh(nn.functional.linear(eager, *model.parameters())).sum().backward()
+    torch.testing.assert_close(once, eager.grad)
+    with torch.no_grad():
+        assert not model(x)["first"].requires_grad
