@@ -1,5 +1,7 @@
 """Both ways for the tensors of a bucket to travel, on three ranks: whole tensors and sums, told without them."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,3 +152,24 @@ def test_traffic(three_ranks):
     for exchange_type, nbytes in ((PackedExchange, 60), (DirectExchange, 40)):
         expected = [("all_gather", nbytes), ("reduce_scatter", nbytes)]
         assert three_ranks.run(traffic, exchange_type) == [expected + messages for messages in users]
+
+
+def apart():
+    """V34: one rank gathers what the other reduces, then another bucket of the same size."""
+    rank, ended = dist.get_rank(), []
+    for number, (first, second) in enumerate([("gather", "reduce"), ("a", "b")]):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+        if rank == 2:
+            continue
+        mine = (first, second)[rank]
+        exchange = DirectExchange(ShardLayout([(2, 2)], 2), group, torch.float32, mine if number else "a")
+        flight = exchange.reduce(None, {0: torch.ones(2, 2)}) if mine == "reduce" else exchange.gather(torch.ones(2))
+        try:
+            ended.append(flight())
+        except RuntimeError:
+            ended.append("refused")
+    return ended
+
+
+def test_messages_of_another_kind_or_bucket_never_arrive(three_ranks):
+    assert three_ranks.run(apart) == [["refused"] * 2, ["refused"] * 2, []]

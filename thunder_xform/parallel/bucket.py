@@ -54,7 +54,7 @@ class ShardedBucket:
         self.rank = dist.get_rank(group)
         self.layout = ShardLayout(shapes, dist.get_world_size(group))
         self.gather_dtype = gather_dtype or dtype
-        self._exchange = exchange(self.layout, group, device, reduce_dtype or dtype)
+        self._exchange = exchange(self.layout, group, device, reduce_dtype or dtype, f"{label}: {self.names}")
         self._shards = shards
         self._reducing = reducing
         self._flat = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)

@@ -7,6 +7,7 @@ of the tensors themselves instead: no packing, no buffers, and none of the copie
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -25,9 +26,12 @@ class Exchange(Protocol):
         layout: the tensors and how they are cut.
         group: the ranks.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
+        label: of the tensors, the same on all ranks.
     """
 
-    def __init__(self, layout: ShardLayout, group: dist.ProcessGroup, reduce_dtype: torch.dtype) -> None: ...
+    def __init__(
+        self, layout: ShardLayout, group: dist.ProcessGroup, reduce_dtype: torch.dtype, label: str = ""
+    ) -> None: ...
 
     def gather(self, local: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
         """Start gathering from each rank's flat shard; the result waits, and returns the whole tensors.
@@ -51,18 +55,20 @@ _MAX_DIRECT_RANKS = 8
 
 
 def exchange(
-    layout: ShardLayout, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype
+    layout: ShardLayout, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype, label: str = ""
 ) -> Exchange:
     """The way that suits the device and the number of ranks."""
     direct = device.type == "cpu" and 1 < layout.world <= _MAX_DIRECT_RANKS
     kind: type[Exchange] = DirectExchange if direct else PackedExchange
-    return kind(layout, group, reduce_dtype)
+    return kind(layout, group, reduce_dtype, label)
 
 
 class PackedExchange:
     """One collective on a rank-major buffer for all tensors."""
 
-    def __init__(self, layout: ShardLayout, group: dist.ProcessGroup, reduce_dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: ShardLayout, group: dist.ProcessGroup, reduce_dtype: torch.dtype, label: str = ""
+    ) -> None:
         self._layout = layout
         self._dtype = reduce_dtype
         self._group = group
@@ -111,21 +117,26 @@ class DirectExchange:
     """Each rank sends every other one the rows of each tensor that are due there.
 
     In profiles a gather is called ``xform::all_gather``, a reduction ``xform::reduce_scatter``.
+
+    Messages are tagged with kind, label and number: what is sent for a gather never arrives in a reduction.
     """
 
-    #: Keeps these messages apart from the user's own between the same ranks.
-    _TAG = 0x7866
-
-    def __init__(self, layout: ShardLayout, group: dist.ProcessGroup, reduce_dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: ShardLayout, group: dist.ProcessGroup, reduce_dtype: torch.dtype, label: str = ""
+    ) -> None:
         self._layout = layout
         self._dtype = reduce_dtype
         self._group = group
         self._rank = dist.get_rank(group)
         self._peers = [rank for rank in range(layout.world) if rank != self._rank]
+        self._label = label
+        self._number = 0
+        self._tag = 0
 
     def gather(self, local: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
         wholes = [local.new_empty(self._layout.whole_shape(index)) for index in range(len(self._layout))]
         works = []
+        self._begin("gather")
         with record_function("xform::all_gather"):
             for index, whole in enumerate(wholes):
                 mine = self._layout.local(local, index, self._rank)
@@ -159,6 +170,7 @@ class DirectExchange:
         wholes = [self._due(stash.get(index), gradients.get(index), index) for index in range(len(self._layout))]
         received = [wholes[0].new_empty(self._layout.shard_numel) for _ in self._peers]
         works = []
+        self._begin("reduce")
         with record_function("xform::reduce_scatter"):
             for index, whole in enumerate(wholes):
                 for peer, flat in zip(self._peers, received, strict=True):
@@ -176,6 +188,11 @@ class DirectExchange:
 
         return finish
 
+    def _begin(self, kind: str) -> None:
+        self._number += 1
+        # Apart from small numbers, which are the user's own messages between the same ranks.
+        self._tag = 0x40000000 | zlib.crc32(f"{kind} {self._number} {self._label}".encode()) & 0x3FFFFFFF
+
     def _due(self, held: torch.Tensor | None, gradient: torch.Tensor | None, index: int) -> torch.Tensor:
         if held is not None:
             return held if gradient is None else held.add_(gradient)
@@ -184,10 +201,10 @@ class DirectExchange:
         return torch.zeros(self._layout.whole_shape(index), dtype=self._dtype)
 
     def _receive(self, rows: torch.Tensor, peer: int) -> list[Any]:
-        return [dist.irecv(rows, group=self._group, group_src=peer, tag=self._TAG)] if rows.numel() else []
+        return [dist.irecv(rows, group=self._group, group_src=peer, tag=self._tag)] if rows.numel() else []
 
     def _send(self, rows: torch.Tensor, peer: int) -> list[Any]:
-        return [dist.isend(rows, group=self._group, group_dst=peer, tag=self._TAG)] if rows.numel() else []
+        return [dist.isend(rows, group=self._group, group_dst=peer, tag=self._tag)] if rows.numel() else []
 
 
 def _wait(works: list[Any]) -> None:
