@@ -28,6 +28,7 @@ __all__ = [
     "PipelineError",
     "RequestSyntaxError",
     "ResolutionError",
+    "TracingError",
     "UnknownNameError",
     "UnknownOptionError",
     "UnorderedEffectsError",
@@ -323,6 +324,15 @@ class CheckError(XformError):
 
 class PipelineError(XformError):
     """A pipeline is used in a way that it does not support, such as for a second model."""
+
+
+class TracingError(PipelineError):
+    """What a model does when it runs cannot be compiled; Thunder's own error, if there is one, is chained.
+
+    Attributes: ``place`` (``"file:line: code"`` of the user's code).
+    """
+
+    place: str
 
 
 class ParallelError(XformError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from thunder.core import dtypes, prims
 from thunder.core.proxies import ProxyTag, TensorProxy
@@ -14,7 +15,12 @@ _DETACHED = ProxyTag.DETACHED_AUTOGRAD_GRAPH
 
 def carrying_gradients(computation: TraceCtx) -> set[str]:
     """Names of the tensors that require a gradient in eager PyTorch."""
-    carrying = {a.name for a in computation.args if isinstance(a, TensorProxy) and a.requires_grad}
+    return carried_by(computation.bound_symbols, computation.args)
+
+
+def carried_by(bsyms: Iterable[BoundSymbol], inputs: Iterable[Any]) -> set[str]:
+    """The same for operators of a trace that may still be under way, and proxies of its inputs."""
+    carrying = {a.name for a in inputs if isinstance(a, TensorProxy) and a.requires_grad}
 
     def visit(bsym: BoundSymbol) -> None:
         if bsym.sym.name in ("detach", "stop_gradient"):
@@ -29,7 +35,7 @@ def carrying_gradients(computation: TraceCtx) -> set[str]:
             if differentiable and _DETACHED not in output.tags and output.name not in inside:
                 carrying.add(output.name)
 
-    for bsym in computation.bound_symbols:
+    for bsym in bsyms:
         if bsym.sym.id not in (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.RETURN):
             visit(bsym)
     return carrying

@@ -57,10 +57,11 @@ def with_check(prologue: TraceCtx, name: str, holds: Callable[[], bool], *, firs
     return _inserted(prologue, name, lambda _: holds(), args, position)
 
 
-def with_argument_check(prologue: TraceCtx) -> TraceCtx:
+def with_argument_check(prologue: TraceCtx, layout: Callable[[Any], Any] | None = None) -> TraceCtx:
     """A prologue that raises :class:`GuardMiss` for other arguments than those of the call that is being compiled.
 
-    What is not a tensor is compared: Thunder leaves most kinds of it unchecked.
+    What is not a tensor is compared: Thunder leaves most kinds of it unchecked. Of tensors, what ``layout`` makes of
+    all arguments.
     """
     given: dict[str, Any] = dict(zip(("args", "kwargs"), call_arguments(), strict=True))
     # Transforms that prune prologues drop `kwargs` where no operator reads it.
@@ -69,11 +70,15 @@ def with_argument_check(prologue: TraceCtx) -> TraceCtx:
         for i, b in enumerate(prologue.bound_symbols)
         if b.sym.id == prims.PrimIDs.UNPACK_TRIVIAL
     }
-    expected = signature(**{name: given[name] for name in unpacked})
+
+    def seen(values: dict[str, Any]) -> Any:
+        return signature(**values), layout and layout(values)
+
+    expected = seen({name: given[name] for name in unpacked})
     position, subjects = max(i for i, _ in unpacked.values()) + 1, [proxy for _, proxy in unpacked.values()]
 
     def holds(values: list[Any]) -> bool:
-        return bool(signature(**dict(zip(unpacked, values, strict=True))) == expected)
+        return bool(seen(dict(zip(unpacked, values, strict=True))) == expected)
 
     return _inserted(prologue, "check_arguments", holds, subjects, position)
 

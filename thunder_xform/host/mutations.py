@@ -8,7 +8,6 @@ first. What a call can repeat becomes a :class:`Write`; everything else is an er
 from __future__ import annotations
 
 import collections
-import linecache
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -23,7 +22,9 @@ from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
 
 from thunder_xform.errors import PipelineError
+from thunder_xform.host.answers import Answers
 from thunder_xform.host.ledger import Ledger
+from thunder_xform.host.places import place
 from thunder_xform.host.reachable import MEMBERS, OF_TORCH, Reachable
 from thunder_xform.host.stamp import Stamp, spelled
 
@@ -88,6 +89,8 @@ class Watch:
     """
 
     def __init__(self, root: torch.nn.Module, ledger: Ledger) -> None:
+        #: answers what traced code asks of tensors
+        self.answers = Answers()
         self._root = root
         self._ledger = ledger
         self._tracing: Any = None
@@ -105,6 +108,7 @@ class Watch:
             delattr: self._delete,
             object.__setattr__: lambda *_: None,
             torch.nn.Parameter: self._make_parameter,
+            bool: lambda *_: None,
         }
         for kind, names in _MUTATORS.items():
             for name in names.split():
@@ -114,11 +118,15 @@ class Watch:
 
     def install(self, data: Any) -> None:
         """Watch all compilations of Thunder's compile data."""
-        _add(data.executor_lookasides, self.lookasides(), lambda lookaside: lookaside)
+        data.executor_lookasides |= self.answers.lookasides() | self.answers.wrapped_lookasides()
+        add_lookasides(data.executor_lookasides, self.lookasides(), lambda lookaside: lookaside)
 
     def join(self) -> None:
         """Watch the rest of the trace that is under way."""
-        _add(get_jit_ctx()._executor_lookasides, self.lookasides(), interpreter_needs_wrap)
+        table = get_jit_ctx()._executor_lookasides
+        table |= {fn: interpreter_needs_wrap(answer) for fn, answer in self.answers.lookasides().items()}
+        table |= self.answers.wrapped_lookasides()
+        add_lookasides(table, self.lookasides(), interpreter_needs_wrap)
 
     @property
     def writes(self) -> tuple[Write, ...]:
@@ -170,6 +178,7 @@ class Watch:
     def _start(self) -> None:
         tracing = get_jit_ctx()
         if tracing is not self._tracing:
+            self.answers.begin()
             self._tracing, self._reachable = tracing, Reachable(self._root)
             self._writes, self._reads = {}, {}
 
@@ -291,18 +300,7 @@ def note_of(watch: Watch, index: int) -> str:
     return f"thunder_xform_{id(watch)}_{index}"
 
 
-def place() -> str:
-    """File and line of the user's code that is being traced, with the line itself."""
-    for frame in reversed(get_interpreterruntimectx().frame_stack):
-        name = getattr(frame.globals, "value", frame.globals).get("__name__", "")
-        if not name.startswith("thunder.") and name != "torch.nn.modules.module":
-            line = frame.positions.lineno if frame.positions else frame.code.co_firstlineno
-            code = linecache.getline(frame.code.co_filename, line).strip()
-            return f"{frame.code.co_filename}:{line}" + (f": {code}" if code else "")
-    return "unknown place"
-
-
-def _add(table: dict[Any, Any], lookasides: dict[Any, Any], wrap: Callable[[Any], Any]) -> None:
+def add_lookasides(table: dict[Any, Any], lookasides: dict[Any, Any], wrap: Callable[[Any], Any]) -> None:
     for fn, lookaside in lookasides.items():
         lookaside.before = table.get(fn)
         table[fn] = wrap(lookaside)

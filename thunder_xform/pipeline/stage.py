@@ -103,7 +103,7 @@ class Stage(Transform):
         if session.roots is None:
             table.notes.modules = session.modules.take(computation)
         computation = without_writes(computation, table)
-        prologue = with_argument_check(prologue)
+        prologue = with_argument_check(prologue, session.watch.answers.take())
         prologue = insert_guard(prologue, session.key.read)
         if session.roots is not None:
             prologue = with_module_checks(prologue, session.roots, session.module)

@@ -1,0 +1,175 @@
+"""What traced code asks of tensors, answered as eager PyTorch would.
+
+Thunder answers with what it knows of its proxies: dtypes and devices of its own classes, which equal none of PyTorch's;
+one proxy for each way to a tensor; every tensor contiguous; no intermediate result requires a gradient. Code that
+branches on such an answer computes something else than in eager PyTorch. Here the answers are PyTorch's, and what
+cannot be told is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.interpreter import (
+    call_opaque,
+    get_interpretercompilectx,
+    get_interpreterruntimectx,
+    wrap_const,
+)
+from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
+from thunder.core.proxies import NumberProxy, TensorProxy
+from torch.utils._pytree import tree_leaves
+
+from thunder_xform.errors import TracingError
+from thunder_xform.host.dataflow import carried_by
+from thunder_xform.host.places import in_users_code, place
+from thunder_xform.host.replay import CannotReplay, Replay
+
+#: what is true of every tensor that Thunder traces
+_CONSTANTS = {"layout": torch.strided, "is_sparse": False, "is_quantized": False, "is_meta": False}
+_LAYOUT = ("is_contiguous", "stride", "storage_offset")
+
+
+class Answers:
+    """Answers questions of the traces of one model, and knows which of them a compiled entry depends on."""
+
+    def __init__(self) -> None:
+        self._tracing: Any = None
+        self._replay: Any = None
+        self._asked = False
+
+    def lookasides(self) -> dict[Any, Callable[..., Any]]:
+        """What Thunder's interpreter is to call in place of what Thunder answers with."""
+        return {
+            TensorProxy.dtype.fget: lambda tensor: dtypes.to_torch_dtype(tensor.dtype),
+            TensorProxy.device.fget: lambda tensor: devices.to_torch_device(tensor.device),
+            TensorProxy.shape.fget: lambda tensor: torch.Size(tensor.shape),
+            TensorProxy.requires_grad.fget: _requires_grad,
+            TensorProxy.__getattr__: self._attribute,
+            **{getattr(torch.Tensor, name): functools.partial(self._of_layout, name) for name in _LAYOUT},
+            id: self._id,
+            type: _type,
+            torch.device: torch.device,
+            torch.promote_types: torch.promote_types,
+            torch.can_cast: torch.can_cast,
+        }
+
+    def wrapped_lookasides(self) -> dict[Any, Callable[..., Any]]:
+        """The same for functions that are given the interpreter's own values."""
+        return {getattr: _getattr, bool: _bool}
+
+    def begin(self) -> None:
+        """Answer ``is`` in the trace that is under way."""
+        tracing = get_jit_ctx()
+        if tracing is self._tracing:
+            return
+        self._tracing, self._asked, self._replay = tracing, False, Replay(tracing.computation_trace)
+        compiling = get_interpretercompilectx()
+        interpret = compiling._opcode_interpreter
+
+        def interpreted(inst: Any, /, **state: Any) -> Any:
+            if inst.opname == "IS_OP":
+                self._prepare_is(state["stack"])
+            return interpret(inst, **state)
+
+        compiling._opcode_interpreter = interpreted
+
+    def take(self) -> Callable[[Any], Any] | None:
+        """What the trace that was just made depends on in its arguments besides metadata; None if nothing.
+
+        That is which tensors are one, and how they lie in memory: a function of a tree of arguments.
+        """
+        asked, self._asked, self._tracing, self._replay = self._asked, False, None, None
+        return _layout if asked else None
+
+    def _prepare_is(self, stack: Any) -> None:
+        if not all(isinstance(stack.getitem_wrapped(index).value, TensorProxy) for index in (-1, -2)):
+            return
+        one, other = (self._eager(stack.pop_wrapped().value, "compares by `is`") for _ in range(2))
+        # What is pushed in their place is compared instead.
+        stack._stack += [wrap_const(None), wrap_const(None if one is other else ...)]
+
+    def _id(self, value: Any) -> int:
+        return id(self._eager(value, "takes the id of") if isinstance(value, TensorProxy) else value)
+
+    def _attribute(self, tensor: TensorProxy, name: str) -> Any:
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        if name == "is_leaf":
+            return not _requires_grad(tensor) or tensor.history is not None
+        if name in _LAYOUT:
+            return functools.partial(call_opaque, functools.partial(self._of_layout, name, tensor))
+        return TensorProxy.__getattr__(tensor, name)
+
+    def _of_layout(self, name: str, tensor: TensorProxy, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._eager(tensor, f"asks for {name}() of"), name)(*args, **kwargs)
+
+    def _eager(self, tensor: TensorProxy, asking: str) -> torch.Tensor:
+        self._asked = True
+        proxied = get_interpreterruntimectx()._proxied_values
+        originals = {id(w.value): w.original_value for w in proxied if isinstance(w.value, TensorProxy)}
+        try:
+            return self._replay.tensor(tensor, originals)
+        except CannotReplay:
+            where = place()
+            raise TracingError(
+                f"The model {asking} an intermediate result, which cannot be told while it is compiled ({where}).",
+                "Take the decision outside of forward, or leave it out.",
+                place=where,
+            ) from None
+
+
+def _requires_grad(tensor: TensorProxy) -> bool:
+    if tensor.history is not None or tensor.requires_grad:
+        return bool(tensor.requires_grad)
+    bsyms = [b for scope in get_jit_ctx().computation_trace.scopes for b in scope]
+    inputs = [argument for bsym in bsyms for argument in bsym.flat_proxy_args if argument.history is not None]
+    return tensor.name in carried_by(bsyms, inputs)
+
+
+def _type(value: Any) -> type:
+    if not isinstance(value, TensorProxy) or not in_users_code():  # Thunder interprets code of its own as well
+        return type(value)
+    wrapped = next((w for w in get_interpreterruntimectx()._proxied_values if w.value is value), None)
+    return torch.Tensor if wrapped is None else wrapped.python_typ
+
+
+def _getattr(owner: Any, name: Any, *default: Any) -> Any:
+    if name.value == "__class__" and isinstance(owner.value, TensorProxy) and in_users_code():
+        return wrap_const(_type(owner.value))
+    return _general_jit_lookaside_map[getattr](owner, name, *default)
+
+
+def _bool(*args: Any) -> Any:
+    if args and isinstance(args[0].value, NumberProxy) and _is_unknown(args[0].value):
+        where = place()
+        raise TracingError(
+            f"The model decides by a number that is only known when it runs ({where}).",
+            "Compute both ways and choose with torch.where, or take the decision outside of forward.",
+            place=where,
+        )
+    return _general_jit_lookaside_map[bool](*args)
+
+
+def _is_unknown(number: NumberProxy) -> bool:
+    """Whether a number comes from a tensor's data: Thunder compares it as if it were None."""
+    unknown: set[str] = set()
+    for bsym in [b for scope in get_jit_ctx().computation_trace.scopes for b in scope]:
+        made = [o for o in bsym.flat_proxy_outs if isinstance(o, NumberProxy)]
+        if any(o.value is None for o in made) or not unknown.isdisjoint(a.name for a in bsym.flat_proxy_args):
+            unknown |= {o.name for o in made}
+    return number.value is None or number.name in unknown
+
+
+def _layout(arguments: Any) -> list[Any]:
+    """Which tensors are one, and how each lies in memory."""
+    seen: dict[int, int] = {}
+    return [
+        (seen.setdefault(id(leaf), len(seen)), leaf.stride(), leaf.storage_offset())
+        for leaf in tree_leaves(arguments)
+        if isinstance(leaf, torch.Tensor)
+    ]
