@@ -293,7 +293,8 @@ class VerificationError(XformError):
     ) -> None:
         super().__init__(
             f"{plugin!r} [{distribution}] broke an invariant in {hook}: {detail.rstrip('.')}.",
-            "Report it to the plugin's authors, with the traces in this error's `before` and `after`.",
+            "Report it to the plugin's authors"
+            + (", with the traces in this error's `before` and `after`." if before or after else "."),
             plugin=plugin,
             distribution=distribution,
             hook=hook,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 from thunder.core import prims
@@ -57,10 +57,13 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
     """The prologue that unpacks and checks exactly the inputs of ``computation``.
 
     Parameters that the model only asked for their shape or dtype are no inputs; their checks, too, follow the ledger.
+    An input that is unpacked without a check, because a plugin or another transform removed it, stays so.
     """
     new = from_trace(prologue)
     inputs, versions = table.inputs, table.versions()
     to_epilogue = {proxy.name for proxy in tree_flatten(prologue.bound_symbols[-1].args[0][1])[0]}
+    checked_proxies = {b.args[0].name for b in prologue.bound_symbols if b.sym is prims.check_tensor_shape_and_metadata}
+    unchecked: set[str] = set()
     unpacked: set[str] = set()
     inspected: dict[str, Version] = {}
     root: Any = None
@@ -74,6 +77,8 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
                 root = bsym.args[0]
                 if name in inputs:
                     unpacked.add(bsym.output.name)
+                    if bsym.output.name not in checked_proxies:
+                        unchecked.add(name)
                     if bsym.output.name in to_epilogue and inputs[name].name != bsym.output.name:
                         body.append(bsym)
                     continue
@@ -90,15 +95,29 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
             version = versions[name]
             unpack = prims.unpack_parameter if version.kind == "parameter" else prims.unpack_buffer
             body.append(unpack.bind(root, name, output=proxy))
-            body.append(_check(proxy, version))
+            if name not in unchecked:
+                body.append(_check(proxy, version))
     last = prologue.bound_symbols[-1]
     new.bound_symbols = [*body, last.from_bsym(args=((tuple(computation.args), last.args[0][1]),))]
     new.scopes = [new.bound_symbols]
     return new
 
 
-def _unpacks_state_of(bsym: BoundSymbol, ledger: Ledger, roots: Collection[str] | None) -> bool:
-    if bsym.sym not in _UNPACK_STATE or bsym.args[1] not in ledger:
+def without_checks(prologue: TraceCtx, names: Collection[str], roots: Collection[str] | None) -> TraceCtx:
+    """A prologue that does not check the parameters and buffers of the ``names`` of the model, the ``roots``."""
+    proxies = {b.output.name for b in prologue.bound_symbols if _unpacks_state_of(b, names, roots)}
+    new = from_trace(prologue)
+    new.bound_symbols = [
+        b
+        for b in prologue.bound_symbols
+        if b.sym is not prims.check_tensor_shape_and_metadata or b.args[0].name not in proxies
+    ]
+    new.scopes = [new.bound_symbols]
+    return new
+
+
+def _unpacks_state_of(bsym: BoundSymbol, names: Container[object], roots: Collection[str] | None) -> bool:
+    if bsym.sym not in _UNPACK_STATE or bsym.args[1] not in names:
         return False
     return roots is None or bsym.args[0].name in roots
 

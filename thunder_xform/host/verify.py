@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy
@@ -108,16 +108,16 @@ def _checks_match(table: InputTable, ledger: Ledger) -> Iterator[str]:
 
 
 def state_effects(
-    before: Mapping[str, tuple[Version, int]], after: Mapping[str, tuple[Version, int]]
+    before: Mapping[str, tuple[Version, Hashable]], after: Mapping[str, tuple[Version, Hashable]]
 ) -> dict[str, str]:
-    """Effects on parameters and buffers, each with an example, between two snapshots of versions and data pointers."""
+    """Effects on parameters and buffers, each with an example, between two snapshots of versions and fingerprints."""
     found: dict[str, str] = {}
-    for name, (version, pointer) in after.items():
+    for name, (version, values) in after.items():
         kind = "buffers" if version.kind == "buffer" else "params"
         if name not in before:
             found.setdefault(f"{kind}.set", f"adds {name!r}")
             continue
-        old, old_pointer = before[name]
+        old, old_values = before[name]
         layout, old_layout = (version.stored_shape, version.layout), (old.stored_shape, old.layout)
         for effect, a, b in (
             ("shape", old.shape, version.shape),
@@ -128,7 +128,7 @@ def state_effects(
         ):
             if a != b:
                 found.setdefault(f"{kind}.{effect}", f"changes {name!r} from {a} to {b}")
-        if pointer != old_pointer and layout == old_layout:
+        if values != old_values and layout == old_layout:
             found.setdefault(f"{kind}.data", f"replaces the values of {name!r}")
     return found
 

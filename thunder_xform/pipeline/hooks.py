@@ -12,6 +12,7 @@ import pluggy
 from thunder_xform import hookspecs
 from thunder_xform.errors import PipelineError, VerificationError, XformError
 from thunder_xform.host import verify
+from thunder_xform.pipeline.implementations import Implementations, faults, implementations
 from thunder_xform.pipeline.instruments import Timing
 
 if TYPE_CHECKING:
@@ -35,20 +36,25 @@ class PluginHooks:
         self._contexts = contexts
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs.Hooks)
-        for name, plugin in zip(self.names, plugins, strict=True):
-            self._manager.register(plugin, name=f"plugin {name}")
-        self._manager.check_pending()
-        self._manager.register(Timing())
+        own, wrappers = zip(*map(implementations, plugins), strict=True)
+        self._own: tuple[Implementations, ...] = own
+        for part in (*own, *wrappers, Timing()):
+            self._manager.register(part)
 
     def observe(self, observer: object) -> None:
         """Register an observer, an object with ``@hookimpl(wrapper=True)`` methods; it sees every plugin's hooks."""
+        for problem, remedy in faults(type(observer), observer=True):
+            raise PipelineError(f"The observer {type(observer).__name__} {problem}.", remedy)
         self._manager.register(observer)
 
     def call(self, index: int, hook: str, **arguments: Any) -> Any:
-        """Call one plugin's implementation of ``hook``, inside the observers' wrappers; None if it has none."""
+        """Call one plugin's implementation of ``hook``, inside all wrappers; None if it has none.
+
+        Wrappers are those of observers and those of any plugin.
+        """
         if not self.implements(index, hook):
             return None
-        others = [p for i, p in enumerate(self.plugins) if i != index]
+        others = [own for i, own in enumerate(self._own) if i != index]
         caller = self._manager.subset_hook_caller(hook, others)
         with self.blaming(index, hook):
             return caller(ctx=self._contexts[index], **arguments)
@@ -73,8 +79,8 @@ class PluginHooks:
         """
         readers = {}
         for implementation in self._manager.hook.guard_key.get_hookimpls():
-            if implementation.plugin in self.plugins:
-                index = self.plugins.index(implementation.plugin)
+            if implementation.plugin in self._own:
+                index = self._own.index(implementation.plugin)
                 wanted = {"ctx": self._contexts[index]} if "ctx" in implementation.argnames else {}
                 readers[self.names[index]] = partial(implementation.function, **wanted)
         return {name: readers[name] for name in self.names if name in readers}
@@ -93,8 +99,8 @@ class PluginHooks:
         return any(self.implements(index, hook) for index in range(len(self.plugins)))
 
     def implements(self, index: int, hook: str) -> bool:
-        plugin = self.plugins[index]
-        return any(i.plugin is plugin for i in getattr(self._manager.hook, hook).get_hookimpls())
+        """Whether plugin ``index`` implements ``hook``; a wrapper is no implementation."""
+        return hasattr(self._own[index], hook)
 
     @contextlib.contextmanager
     def blaming(self, index: int, hook: str) -> Iterator[None]:

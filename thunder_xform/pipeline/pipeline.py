@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from thunder_xform.errors import PipelineError
+from thunder_xform.errors import LoadError, PipelineError
 from thunder_xform.host.module import add_transforms, apply
 from thunder_xform.host.transformed import session_of
 from thunder_xform.host.types import PluginPolicy
 from thunder_xform.pipeline.check import EagerCheck
+from thunder_xform.pipeline.implementations import faults
 from thunder_xform.pipeline.session import Session
 from thunder_xform.pipeline.stage import Stage
 from thunder_xform.pipeline.suspects import find_operator, find_suspect
@@ -144,7 +145,25 @@ def build(
         members: its steps that have code, each with its plugin instance, in order.
         verify: check traces and declared effects after every plugin (cheap next to tracing).
         check: ``"eager"`` as in :meth:`Pipeline.check`.
+
+    Raises:
+        LoadError: a plugin's class has hooks that would never run.
     """
+    for step, plugin in members:
+        _refuse_dead_hooks(step, type(plugin))
     session = Session(resolution, members, verify)
     pipeline = Pipeline([Stage(session, index) for index in range(len(members))], session)
     return pipeline if check is None else pipeline.check(check)
+
+
+def _refuse_dead_hooks(step: Step, cls: type) -> None:
+    for problem, remedy in faults(cls):
+        raise LoadError(
+            f"{step.name!r} [{step.origin}]: its class {cls.__name__} {problem}.",
+            remedy,
+            plugin=step.name,
+            distribution=step.distribution,
+            version=step.version,
+            entry_point=step.entry_point,
+            target=step.manifest.plugin or f"{cls.__module__}:{cls.__qualname__}",
+        )

@@ -12,7 +12,7 @@ import torch
 
 from thunder_xform.context import Context
 from thunder_xform.errors import PipelineError
-from thunder_xform.host import transformed, verify
+from thunder_xform.host import foreign, transformed, verify
 from thunder_xform.host.assigned import AssignedBuffers
 from thunder_xform.host.dtensors import refuse_distributed
 from thunder_xform.host.events import CompileEvent, reasons
@@ -27,7 +27,7 @@ from thunder_xform.host.originals import Originals
 from thunder_xform.host.parameters import Parameters
 from thunder_xform.host.parts import Parts
 from thunder_xform.host.types import ThunderModule
-from thunder_xform.host.version import Version
+from thunder_xform.host.untouched import UserModule, fingerprint
 from thunder_xform.parallel.agreement import agree_on, refuse_overlaps, together
 from thunder_xform.pipeline.guard_key import GuardKey
 from thunder_xform.pipeline.hooks import PluginHooks
@@ -105,6 +105,7 @@ class Session:
                 raise already_compiled(module._model)
             refuse_caching(module)
             refuse_distributed(module._model)
+            foreign.refuse_converted(module)
             self.module = module
             self.ledger = Ledger(module)
             self._join()
@@ -115,7 +116,8 @@ class Session:
             )
         before = self._snapshot()
         with together(self.groups, f"update_model_state of plugin {self.names[index]!r}"):
-            self.hooks.call(index, "update_model_state", params=Parameters(self.ledger, index, self.names[index]))
+            with self.untouched(index, "update_model_state"):
+                self.hooks.call(index, "update_model_state", params=Parameters(self.ledger, index, self.names[index]))
             self.hooks.check_declared(index, "update_model_state", verify.state_effects(before, self._snapshot()))
         self.attached += 1
         if self.attached == len(self.plugins):
@@ -147,8 +149,19 @@ class Session:
         transformed.attach(self.module, self)
         self.check = self.checking(self) if self.checking else None
 
-    def _snapshot(self) -> dict[str, tuple[Version, int]]:
-        return {name: (self.ledger.latest(name), self.ledger.tensor(name).data_ptr()) for name in self.ledger}
+    @contextlib.contextmanager
+    def untouched(self, index: int, hook: str) -> Iterator[None]:
+        """Blame plugin ``index`` if the user's module changes while its ``hook`` runs."""
+        if not self.hooks.implements(index, hook):
+            yield
+            return
+        before = UserModule(self.module._model)
+        yield
+        for change in before.changes():
+            self.hooks.fail(index, hook, change)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {name: (self.ledger.latest(name), fingerprint(self.ledger.tensor(name))) for name in self.ledger}
 
     # -- compilations --------------------------------------------------------------------------------------------
 

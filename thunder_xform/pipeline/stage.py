@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from thunder_xform.errors import PipelineError
-from thunder_xform.host import functions, memory, verify
+from thunder_xform.host import foreign, functions, memory, verify
 from thunder_xform.host.computation import Computation
 from thunder_xform.host.conditions import conditions
 from thunder_xform.host.guards import insert_guard, with_argument_check, with_check, with_module_checks
@@ -108,12 +109,21 @@ class Stage(Transform):
         if session.roots is not None:
             prologue = with_module_checks(prologue, session.roots, session.module)
             prologue = with_check(prologue, "check_originals", session.originals.intact, first=True)
-        return derive_prologue(prologue, table, computation, session.ledger), computation, table
+        prologue = derive_prologue(prologue, table, computation, session.ledger)
+        if session.verify:
+            problems = verify.inconsistencies(prologue, computation, table, session.ledger)
+            foreign.refuse_inconsistent(self._in_front(), problems)
+        return prologue, computation, table
+
+    def _in_front(self) -> list[Any]:
+        """Thunder's transforms that come before the pipeline in the compilation under way."""
+        transforms = functions.compilation_under_way()[0].transforms
+        return list(transforms[: transforms.index(self)]) if self in transforms else []
 
     def _run_hooks(self, prologue: TraceCtx, computation: TraceCtx, table: InputTable) -> tuple[TraceCtx, TraceCtx]:
         session, index = self.session, self._index
         before = computation
-        prologue = self._call("mutate_prologue", prologue=Prologue(prologue))._trace
+        prologue = self._call("mutate_prologue", prologue=Prologue(prologue, session.roots))._trace
         view = self._call("before_autograd", computation=Computation(computation, table))
         computation, session.table = view._trace, view._table
         prologue = derive_prologue(prologue, session.table, computation, session.ledger)
@@ -138,7 +148,8 @@ class Stage(Transform):
     def _call(self, hook: str, **view: Any) -> Any:
         """What the plugin's ``hook`` makes of its one argument, a view; the same if it returns None."""
         (given,) = view.values()
-        returned = self.session.hooks.call(self._index, hook, **view)
+        with self.session.untouched(self._index, hook) if self.session.verify else contextlib.nullcontext():
+            returned = self.session.hooks.call(self._index, hook, **view)
         if returned is None:
             return given
         if type(returned) is not type(given):
