@@ -24,9 +24,14 @@ FLOORS: dict[str, set[str]] = {
     "context": {"errors", "manifest", "host"},
     "patterns": {"context"},
     "hookspecs": {"context", "host"},
+    "plugin": set(),
+    "implementations": {"errors", "hookspecs", "plugin"},
     "checkpoint": {"errors", "context", "host", "parallel"},
-    "pipeline": {"errors", "registry", "context", "hookspecs", "host", "parallel", "checkpoint"},
-    "cli": {"errors", "manifest", "registry"},
+    "pipeline": {
+        *("errors", "registry", "context", "hookspecs", "plugin", "implementations"),
+        *("host", "parallel", "checkpoint"),
+    },
+    "cli": {"errors", "manifest", "registry", "hookspecs", "implementations"},
 }
 #: The one upward arrow: the door that turns a resolution into a pipeline.
 UPWARD = {("registry", "pipeline")}

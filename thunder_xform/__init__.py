@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from thunder_xform.host.parameters import Parameters
     from thunder_xform.host.prologue import Prologue
     from thunder_xform.host.schedule import Schedule
-    from thunder_xform.pipeline import CompileEvent, Context, Handle, Pipeline, Plugin, Timing, TraceDump
+    from thunder_xform.pipeline import CompileEvent, Context, Handle, Pipeline, Timing, TraceDump
     from thunder_xform.pipeline.handle import handle
+    from thunder_xform.plugin import Plugin
 
 _HOMES = {
     "CompileEvent": "thunder_xform.pipeline",
@@ -42,7 +43,7 @@ _HOMES = {
     "Operator": "thunder_xform.host.operators",
     "Parameters": "thunder_xform.host.parameters",
     "Pipeline": "thunder_xform.pipeline",
-    "Plugin": "thunder_xform.pipeline",
+    "Plugin": "thunder_xform.plugin",
     "Prologue": "thunder_xform.host.prologue",
     "Schedule": "thunder_xform.host.schedule",
     "Timing": "thunder_xform.pipeline",

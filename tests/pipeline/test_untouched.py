@@ -104,8 +104,9 @@ class Stranger:
 GIVEN = "Did you mean 'computation'? It is given computation and ctx."
 YIELD = "Let it yield once, and return what that gives."
 HOOKS = (
-    "Did you mean 'before_autograd'? The hooks are update_model_state, guard_key, mutate_prologue, before_autograd, after_optimization, invalidate_cache, "
-    "sync_gradients, discard_gradients, export_state, import_state and gradient_norm."
+    "Did you mean 'before_autograd'? The hooks are update_model_state, guard_key, mutate_prologue, before_autograd, "
+    "after_optimization, invalidate_cache, sync_gradients, discard_gradients, export_state, import_state and "
+    "gradient_norm."
 )
 
 

@@ -74,7 +74,7 @@ class Site:
         contents = {
             # Importing any of them leaves a trace that the tests look for.
             "__init__.py": f"import sys; sys.modules['imported_{name}'] = sys",
-            "plugin.py": "class Plugin:\n    def __init__(self, *options):\n        self.options = options\n",
+            "plugin.py": "import thunder_xform as tx\n\nclass Plugin(tx.Plugin):\n    pass\n",
             "manifest.toml": minimal(name, package) if manifest is None else manifest,
             **(files or {}),
         }
@@ -109,7 +109,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with this package and what the registry needs: no torch, no Thunder, no other plugin."""
     folder = tmp_path_factory.mktemp("bare")
     (folder / "thunder_xform").symlink_to(Path(thunder_xform.__file__).parent)
-    needed, seen = ["importlib-metadata", "packaging"], set()
+    needed, seen = ["importlib-metadata", "packaging", "pluggy"], set()
     while needed:
         if (name := needed.pop()) in seen:
             continue

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from thunder_xform.cli._hooks import hook_errors, hook_warnings
 from thunder_xform.cli._output import print_json
 from thunder_xform.errors import UnknownNameError, XformError, closest
+from thunder_xform.implementations import faults
 from thunder_xform.manifest import Manifest
 from thunder_xform.registry import Record, Step
 from thunder_xform.registry._files import module_file
@@ -109,6 +111,9 @@ def _examine(record: Record, *, imports: bool) -> tuple[list[str], list[str]]:
     if record.error is not None or record.manifest is None:
         return [str(record.error)], []
     errors, warnings = list(_check_classes(record.manifest)), list(_check_edges(record.manifest))
+    if record.manifest.plugin and not errors:
+        errors += hook_errors(record.manifest.plugin)
+        warnings += hook_warnings(record.manifest.plugin)
     warnings += _check_naming(record)
     if imports and not errors:
         errors += _check_imports(record)
@@ -167,9 +172,13 @@ def _check_imports(record: Record) -> Iterator[str]:
         if target is None:
             continue
         try:
-            if not isinstance(load_class(step, target), type):
-                yield f"`{field}` is {target!r}, which is no class."
+            loaded = load_class(step, target)
         except XformError as error:
             yield str(error)
+            continue
+        if not isinstance(loaded, type):
+            yield f"`{field}` is {target!r}, which is no class."
+        elif field == "plugin":
+            yield from (f"the class {target} {problem}. {remedy}" for problem, remedy in faults(loaded))
         if field == "options" and "torch" in sys.modules.keys() - before:
             yield f"importing `options` ({target}) imports torch; it should not need it."

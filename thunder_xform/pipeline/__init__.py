@@ -7,7 +7,7 @@ from thunder_xform.host.events import CompileEvent
 from thunder_xform.pipeline.handle import Handle, handle
 from thunder_xform.pipeline.instruments import Timing, TraceDump
 from thunder_xform.pipeline.pipeline import Pipeline, build
-from thunder_xform.pipeline.plugin import Plugin
+from thunder_xform.plugin import Plugin
 
 __all__ = [
     "CompileEvent",

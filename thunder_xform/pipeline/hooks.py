@@ -12,7 +12,7 @@ import pluggy
 from thunder_xform import hookspecs
 from thunder_xform.errors import PipelineError, VerificationError, XformError
 from thunder_xform.host import verify
-from thunder_xform.pipeline.implementations import Implementations, faults, implementations
+from thunder_xform.implementations import Implementations, faults, implementations
 from thunder_xform.pipeline.instruments import Timing
 
 if TYPE_CHECKING:

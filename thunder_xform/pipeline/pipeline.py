@@ -10,8 +10,8 @@ from thunder_xform.errors import LoadError, PipelineError
 from thunder_xform.host.module import add_transforms, apply
 from thunder_xform.host.transformed import session_of
 from thunder_xform.host.types import PluginPolicy
+from thunder_xform.implementations import faults
 from thunder_xform.pipeline.check import EagerCheck
-from thunder_xform.pipeline.implementations import faults
 from thunder_xform.pipeline.session import Session
 from thunder_xform.pipeline.stage import Stage
 from thunder_xform.pipeline.suspects import find_operator, find_suspect

@@ -13,9 +13,9 @@ from thunder_xform.host.module import apply
 from thunder_xform.host.operation import Operation
 from thunder_xform.host.recorder import Log, record
 from thunder_xform.host.types import TensorProxy
-from thunder_xform.pipeline.plugin import Plugin
 from thunder_xform.pipeline.session import Session
 from thunder_xform.pipeline.stage import Stage
+from thunder_xform.plugin import Plugin
 
 if TYPE_CHECKING:
     from thunder_xform.pipeline.compare import Compare

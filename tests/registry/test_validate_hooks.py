@@ -1,0 +1,96 @@
+"""`thunder-xform validate` reads a plugin's class: hooks that would never run are named, without importing it (V46)."""
+
+import pytest
+
+MANIFEST = """
+schema = 1
+name = "mine"
+summary = "Mine"
+plugin = "acme_mine.plugin:Mine"
+stage = "adapters"
+"""
+BASE = "import thunder_xform as tx\n\nclass Mine(tx.Plugin):\n"
+HOOKS = (
+    "The hooks are update_model_state, guard_key, mutate_prologue, before_autograd, after_optimization, "
+    "invalidate_cache, sync_gradients, discard_gradients, export_state, import_state and gradient_norm."
+)
+
+
+@pytest.fixture
+def validate(python, site, tmp_path):
+    def run(source, *arguments):
+        package = tmp_path / "src" / "acme_mine"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "manifest.toml").write_text(MANIFEST)
+        (package / "plugin.py").write_text(source)
+        done = python("-m", "thunder_xform.cli", "validate", str(tmp_path), *arguments, sites=(site,))
+        assert done.stderr or done.returncode == 0
+        return (done.stderr or done.stdout.partition("\n")[2]).strip()
+
+    return run
+
+
+CASES = {
+    "not marked": (
+        BASE + "    def before_autograd(self, computation):\n        return None\n",
+        (
+            "error: the class acme_mine.plugin:Mine has a method `before_autograd` that never runs, as it is not marked as "
+            "a hook. Put @hookimpl above it."
+        ),
+    ),
+    "misspelt": (
+        BASE + "    @tx.hookimpl\n    def export_sate(self, state):\n        return state\n",
+        (
+            "error: the class acme_mine.plugin:Mine marks `export_sate` as a hook, but there is no hook of that name. Did "
+            f"you mean 'export_state'? {HOOKS}"
+        ),
+    ),
+    "an argument that is not given": (
+        BASE + "    @tx.hookimpl\n    def export_state(self, states, ctx):\n        return states\n",
+        (
+            "error: the class acme_mine.plugin:Mine lets `export_state` take 'states', which that hook is not given. Did "
+            "you mean 'state'? It is given state and ctx."
+        ),
+    ),
+    "a wrapper that does not yield": (
+        BASE + "    @tx.hookimpl(wrapper=True)\n    def export_state(self):\n        return {}\n",
+        (
+            "error: the class acme_mine.plugin:Mine marks `export_state` as a wrapper, but it does not yield. Let it yield "
+            "once, and return what that gives."
+        ),
+    ),
+    "no plugin": (
+        "class Mine:\n    pass\n",
+        "error: the class acme_mine.plugin:Mine is no subclass of thunder_xform.Plugin. Derive it from that class.",
+    ),
+    "no such class": (
+        BASE.replace("Mine", "Mien") + "    pass\n",
+        "error: `plugin` is 'acme_mine.plugin:Mine', but that module has no 'Mine'. Did you mean 'Mien'?",
+    ),
+    "neither marked nor well spelt": (
+        BASE + "    def sync_gradient(self):\n        pass\n",
+        (
+            "warning: the class acme_mine.plugin:Mine has a method `sync_gradient`, which is no hook. Did you mean "
+            "`sync_gradients`?"
+        ),
+    ),
+    "all well": (
+        BASE + "    @tx.hookimpl\n    def export_state(self, state):\n        return state\n\n"
+        "    @staticmethod\n    @tx.hookimpl(wrapper=True)\n    def guard_key(ctx):\n        return (yield)\n",
+        "",
+    ),
+    "made elsewhere": ("from os import path as Mine\n", ""),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), CASES.values(), ids=CASES)
+def test_v46_hooks_that_would_never_run(validate, source, message):
+    assert validate(source) == message
+
+
+def test_v46_what_only_an_import_tells(validate):
+    source = "class Elsewhere:\n    pass\n\nclass Mine(Elsewhere):\n    pass\n"
+    assert validate(source, "--imports") == (
+        "error: the class acme_mine.plugin:Mine is no subclass of thunder_xform.Plugin. Derive it from that class."
+    )
