@@ -9,6 +9,7 @@ summary = "Mine"
 plugin = "acme_mine.plugin:Mine"
 stage = "adapters"
 """
+CLASS = "error: the class acme_mine.plugin:Mine"
 BASE = "import thunder_xform as tx\n\nclass Mine(tx.Plugin):\n"
 HOOKS = (
     "The hooks are update_model_state, guard_key, mutate_prologue, before_autograd, after_optimization, "
@@ -35,34 +36,34 @@ CASES = {
     "not marked": (
         BASE + "    def before_autograd(self, computation):\n        return None\n",
         (
-            "error: the class acme_mine.plugin:Mine has a method `before_autograd` that never runs, as it is not marked as "
+            f"{CLASS} has a method `before_autograd` that never runs, as it is not marked as "
             "a hook. Put @hookimpl above it."
         ),
     ),
     "misspelt": (
         BASE + "    @tx.hookimpl\n    def export_sate(self, state):\n        return state\n",
         (
-            "error: the class acme_mine.plugin:Mine marks `export_sate` as a hook, but there is no hook of that name. Did "
+            f"{CLASS} marks `export_sate` as a hook, but there is no hook of that name. Did "
             f"you mean 'export_state'? {HOOKS}"
         ),
     ),
     "an argument that is not given": (
         BASE + "    @tx.hookimpl\n    def export_state(self, states, ctx):\n        return states\n",
         (
-            "error: the class acme_mine.plugin:Mine lets `export_state` take 'states', which that hook is not given. Did "
+            f"{CLASS} lets `export_state` take 'states', which that hook is not given. Did "
             "you mean 'state'? It is given state and ctx."
         ),
     ),
     "a wrapper that does not yield": (
         BASE + "    @tx.hookimpl(wrapper=True)\n    def export_state(self):\n        return {}\n",
         (
-            "error: the class acme_mine.plugin:Mine marks `export_state` as a wrapper, but it does not yield. Let it yield "
+            f"{CLASS} marks `export_state` as a wrapper, but it does not yield. Let it yield "
             "once, and return what that gives."
         ),
     ),
     "no plugin": (
         "class Mine:\n    pass\n",
-        "error: the class acme_mine.plugin:Mine is no subclass of thunder_xform.Plugin. Derive it from that class.",
+        f"{CLASS} is no subclass of thunder_xform.Plugin. Derive it from that class.",
     ),
     "no such class": (
         BASE.replace("Mine", "Mien") + "    pass\n",
@@ -92,5 +93,5 @@ def test_v46_hooks_that_would_never_run(validate, source, message):
 def test_v46_what_only_an_import_tells(validate):
     source = "class Elsewhere:\n    pass\n\nclass Mine(Elsewhere):\n    pass\n"
     assert validate(source, "--imports") == (
-        "error: the class acme_mine.plugin:Mine is no subclass of thunder_xform.Plugin. Derive it from that class."
+        f"{CLASS} is no subclass of thunder_xform.Plugin. Derive it from that class."
     )
