@@ -111,3 +111,20 @@ def test_a_decision_by_data_is_refused():
         f"The model decides by a number that is only known when it runs ({__file__}:{line}: if m.c.item() == 3:). "
         "Compute both ways and choose with torch.where, or take the decision outside of forward."
     )
+
+
+def watches(m, x, y, z):
+    h = m.w * 2
+    h.register_hook(print)
+    return (1,)
+
+
+def test_a_hook_that_would_never_be_called_is_refused():
+    line = watches.__code__.co_firstlineno + 2
+    with pytest.raises(TracingError) as caught:
+        compiled(Asks(watches))(*[torch.ones(2, 3)] * 3)
+    assert str(caught.value) == (
+        "The model calls register_hook of a tensor, whose backward is compiled and calls no hooks "
+        f"({__file__}:{line}: h.register_hook(print)). "
+        "Return the tensor and call it on the output, outside of forward."
+    )

@@ -9,6 +9,7 @@ cannot be told is refused.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
 from thunder.core.proxies import NumberProxy, TensorProxy
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from thunder_xform.errors import TracingError
 from thunder_xform.host.dataflow import carried_by
@@ -32,6 +34,9 @@ from thunder_xform.host.replay import CannotReplay, Replay
 #: what is true of every tensor that Thunder traces
 _CONSTANTS = {"layout": torch.strided, "is_sparse": False, "is_quantized": False, "is_meta": False}
 _LAYOUT = ("is_contiguous", "stride", "storage_offset")
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+#: whose hooks change nothing: Fabric's says which backward was called where it was not the trainer's
+_OBSERVERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 
 class Answers:
@@ -103,6 +108,8 @@ class Answers:
             return not _requires_grad(tensor) or tensor.history is not None
         if name in _LAYOUT:
             return functools.partial(call_opaque, functools.partial(self._of_layout, name, tensor))
+        if name in _HOOKS:
+            return functools.partial(call_opaque, functools.partial(_hook, name))
         return TensorProxy.__getattr__(tensor, name)
 
     def _of_layout(self, name: str, tensor: TensorProxy, *args: Any, **kwargs: Any) -> Any:
@@ -121,6 +128,17 @@ class Answers:
                 "Take the decision outside of forward, or leave it out.",
                 place=where,
             ) from None
+
+
+def _hook(name: str, hook: Any = None) -> RemovableHandle:
+    if getattr(getattr(hook, "func", hook), "__module__", None) in _OBSERVERS:
+        return RemovableHandle(OrderedDict())
+    where = place()
+    raise TracingError(
+        f"The model calls {name} of a tensor, whose backward is compiled and calls no hooks ({where}).",
+        "Return the tensor and call it on the output, outside of forward.",
+        place=where,
+    )
 
 
 def _requires_grad(tensor: TensorProxy) -> bool:

@@ -8,8 +8,9 @@ first. What a call can repeat becomes a :class:`Write`; everything else is an er
 from __future__ import annotations
 
 import collections
+import logging
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from thunder_xform.host.ledger import Ledger
 from thunder_xform.host.places import place
 from thunder_xform.host.reachable import MEMBERS, OF_TORCH, Reachable
 from thunder_xform.host.stamp import Stamp, spelled
+from thunder_xform.host.surroundings import is_logging, unrepeatable, write_log
 
 _MUTATORS = {
     dict: "__setitem__ __delitem__ __ior__ clear pop popitem setdefault update",
@@ -93,6 +95,7 @@ class Watch:
         self.answers = Answers()
         self._root = root
         self._ledger = ledger
+        self._unrepeatable = unrepeatable()
         self._tracing: Any = None
         self._reachable = Reachable(torch.nn.Module())
         self._setting = 0
@@ -109,12 +112,15 @@ class Watch:
             object.__setattr__: lambda *_: None,
             torch.nn.Parameter: self._make_parameter,
             bool: lambda *_: None,
+            next: self._advance,
+            iter: self._advance,
+            **dict.fromkeys(self._unrepeatable, self._draw),
         }
         for kind, names in _MUTATORS.items():
             for name in names.split():
                 maps = name == "__setitem__" and issubclass(kind, dict)
                 checks[getattr(kind, name)] = self._set_item if maps else self._change
-        return {fn: self._lookaside(fn, check) for fn, check in checks.items()}
+        return {fn: self._lookaside(fn, check) for fn, check in checks.items()} | {logging.Logger._log: write_log}
 
     def install(self, data: Any) -> None:
         """Watch all compilations of Thunder's compile data."""
@@ -156,7 +162,8 @@ class Watch:
             frame = sys._getframe(1).f_locals  # of Thunder's wrapper, which was given the values with their origins
             args, kwargs = frame["args"], frame["kwargs"]
             self._start()
-            check(fn, *args)
+            if not is_logging():
+                check(fn, *args)
             before = lookaside.before  # type: ignore[attr-defined]
             inner = before or _general_jit_lookaside_map.get(fn) or default_lookaside(fn, *args, **kwargs)
             if inner is None:
@@ -252,6 +259,13 @@ class Watch:
     def _make_parameter(self, fn: Any, *args: Any) -> None:
         self._refuse("makes a parameter")
 
+    def _advance(self, fn: Any, iterator: Any, *rest: Any) -> None:
+        if isinstance(iterator.value, Iterator) and _is_given(iterator.provenance):
+            self._refuse(f"advances a {type(iterator.value).__name__} that is not its own")
+
+    def _draw(self, fn: Any, *args: Any) -> None:
+        self._refuse(f"reads {self._unrepeatable[fn]}", "Draw with PyTorch's operators, or pass it as an argument.")
+
     # -- notes -------------------------------------------------------------------------------------------------------
 
     def _record(self, owner: Any, kind: str, name: str, value: Any) -> None:
@@ -283,11 +297,11 @@ class Watch:
         label = self._reachable.labels.get(id(owner), "")
         return f"{label}.{name}" if label else str(name)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, what: str, remedy: str = _ELSEWHERE) -> NoReturn:
         where = place()
         raise PipelineError(
             f"{type(self._root).__name__} {what} while it runs, which compiled code cannot repeat ({where}).",
-            _ELSEWHERE,
+            remedy,
             place=where,
         )
 

@@ -9,6 +9,8 @@ from typing import Any
 from thunder.core.interpreter import get_interpreterruntimectx
 
 _OURS = ("thunder.", "thunder_xform.")
+# Functions of these are called by users, who did not write them.
+_LIBRARIES = ("torch.nn.modules.module", "random")
 
 
 def place() -> str:
@@ -25,7 +27,7 @@ def place_of(frames: Iterable[Any]) -> str:
     """The same for given frames of Thunder's interpreter, outermost first."""
     for frame in reversed(list(frames)):
         name = _module(frame)
-        if not name.startswith(_OURS) and name != "torch.nn.modules.module":
+        if not name.startswith(_OURS) and name not in _LIBRARIES:
             line = frame.positions.lineno if frame.positions else frame.code.co_firstlineno
             return spelled_place(frame.code.co_filename, line)
     return "unknown place"
