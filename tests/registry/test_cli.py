@@ -138,10 +138,7 @@ def test_plan(run):
         (
             ["plan", "lroa"],
             "UnknownNameError",
-            (
-                "no installed plugin is called 'lroa'. Did you mean 'lora'? "
-                "Installed are bad, fsdp and lora. Install it, for example: pip install thunder-xform-lroa."
-            ),
+            ("no installed plugin is called 'lroa'. Did you mean 'lora'? Installed are bad, fsdp and lora."),
         ),
         (
             ["plan", "lora(rnk=4)"],

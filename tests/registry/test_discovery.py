@@ -59,12 +59,21 @@ BROKEN = {
         ),
     ),
     "no such file": (
-        {"entry_points": "[thunder_xform.plugins]\nbad = thunder_xform_bad:manifesto.toml\n"},
+        {"entry_points": "[thunder_xform.plugins]\nbad = thunder_xform_bad:declared.cfg\n"},
         "DiscoveryError",
         (
             "thunder-xform-bad 1.0, entry point 'bad': the package 'thunder_xform_bad' contains "
-            "no file 'manifesto.toml'. "
+            "no file 'declared.cfg'. "
             "Ship the manifest as package data, or reinstall the distribution."
+        ),
+    ),
+    "V46: a misspelt file": (
+        {"entry_points": "[thunder_xform.plugins]\nbad = thunder_xform_bad:manfest.toml\n"},
+        "DiscoveryError",
+        (
+            "thunder-xform-bad 1.0, entry point 'bad': the package 'thunder_xform_bad' contains no file "
+            "'manfest.toml'. Did you mean 'manifest.toml'? Ship the manifest as package data, or reinstall the "
+            "distribution."
         ),
     ),
     "no such package": (
@@ -152,6 +161,48 @@ def test_v21_a_manifest_that_is_a_link_out_of_its_package(site, evaluate, tmp_pa
         "thunder-xform-bad 1.0, entry point 'bad': the manifest 'manifest.toml' lies outside of the package "
         "'thunder_xform_bad'. Ship it as a file of the package."
     )
+
+
+MISSPELT = (
+    " thunder_xform.plugins ",
+    "thunder_xform.plugin",
+    "thunder-xform.plugins",
+    "thunder_xfrom.plugins",
+    "Thunder_Xform.Plugins",
+)
+OTHERS = ("thunder_xform.schemes", "lightning_xform.plugins", "thunder.plugins", "pytest11")
+
+
+def test_v46_misspelt_groups_are_named_and_others_are_nobodys_error(site, evaluate):
+    for i, group in enumerate((*MISSPELT, *OTHERS)):
+        text = f"[console_scripts]\nx = y:z\n[{group}]\np{i} = thunder_xform_p{i}:manifest.toml\n"
+        site.install(f"p{i}", entry_points=text)
+    messages = [
+        f"thunder-xform-p{i} 1.0, entry point 'p{i}': it is announced in the group {group!r}, which nothing reads. "
+        "Call the group 'thunder_xform.plugins', and reinstall it."
+        for i, group in enumerate(MISSPELT)
+    ]
+    expected = [[f"p{i}", "broken", f"thunder-xform-p{i}", "1.0", message] for i, message in enumerate(messages)]
+    assert evaluate(LIST, site) == [*expected, []]
+    assert evaluate(ASK.format(name="p0"), site) == ["DiscoveryError", messages[0]]
+
+
+def test_v46_a_misspelt_entry_point_is_named_by_the_name_in_the_manifest_too(site, evaluate):
+    site.install("lora", entry_points="[thunder_xform.plugins]\nadapters = thunder_xform_lora:manifest.toml\n")
+    message = (
+        "thunder-xform-lora 1.0, entry point 'adapters': its name differs from `name` in "
+        "thunder_xform_lora/manifest.toml, which is 'lora'. Give both the same name."
+    )
+    for name in ("lora", "adapters"):
+        assert evaluate(ASK.format(name=name), site) == ["DiscoveryError", message]
+
+
+def test_v46_one_misspelt_group_among_others(site, evaluate):
+    text = "[thunder_xform.plugins]\n{0}\n[thunder_xform.plugin]\n{0}\nother = thunder_xform_lora:manifest.toml\n"
+    site.install("lora", entry_points=text.format("lora = thunder_xform_lora:manifest.toml"))
+    lora, other, _ = evaluate(LIST, site)
+    assert lora[:2] == ["lora", "ok"]
+    assert other[:2] == ["other", "broken"]
 
 
 def test_unparsable_entry_points(site, evaluate):

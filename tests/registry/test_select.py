@@ -52,7 +52,21 @@ MISSING = {
         {"a": {"requires": ("big_lora",)}},
         (
             "'a' requires 'big_lora' [dist-a 1.0: requires], which is not installed. "
-            "Install it: pip install thunder-xform-big-lora"
+            "Did you mean 'lora'? Install what provides it, or report it to the author of dist-a."
+        ),
+    ),
+    "unlike any other": (
+        {"a": {"requires": ("big_step",)}},
+        (
+            "'a' requires 'big_step' [dist-a 1.0: requires], which is not installed. "
+            "Install it, for example: pip install thunder-xform-big-step"
+        ),
+    ),
+    "published with this package": (
+        {"a": {"requires": ("lora",)}},
+        (
+            "'a' requires 'lora' [dist-a 1.0: requires], which is not installed. "
+            "Install it: pip install thunder-xform-lora"
         ),
     ),
     "no provider": (
@@ -89,13 +103,41 @@ def test_missing_requirements(registry, plugins, message):
     assert str(caught.value) == message.replace("VERSION", version("packaging"))
 
 
-def test_unknown_name(registry):
+UNKNOWN = {
+    "lroa": "Did you mean 'lora'? Installed are fsdp and lora.",
+    "qlora": "Installed are fsdp and lora. Install it: pip install thunder-xform-qlora",
+    "dpp": "Did you mean 'ddp'? Installed are fsdp and lora. Install that, if it is what you want.",
+    "my_tp": "Installed are fsdp and lora. Install it, for example: pip install thunder-xform-my-tp",
+    "x; rm -rf ~": "Installed are fsdp and lora.",
+    "\u0430\u0441\u0442\u043e\u0440": "Installed are fsdp and lora.",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_names_that_may_be_typing_errors_are_not_recommended_to_pip(registry, name):
     with pytest.raises(UnknownNameError) as caught:
-        registry(lora={}, fsdp={}).plan(["lroa"])
+        registry(lora={}, fsdp={}).plan([(name, {})])
+    assert str(caught.value) == f"no installed plugin is called {name!r}. {UNKNOWN[name]}"
+
+
+def test_an_unknown_capability(registry):
+    r = registry(fsdp={"provides": ("parallel.shard",)}, lora={})
+    with pytest.raises(UnknownNameError) as caught:
+        r.plan(["fsdp"], edges=[("lora", "parallel.shrad")])
     assert str(caught.value) == (
-        "no installed plugin is called 'lroa'. Did you mean 'lora'? "
-        "Installed are fsdp and lora. Install it, for example: pip install thunder-xform-lroa."
+        "no installed plugin is called 'parallel.shrad'. Did you mean 'parallel.shard'? Installed are fsdp and lora."
     )
+
+
+def test_the_plugins_that_are_published_with_this_package():
+    import tomllib
+    from pathlib import Path
+
+    from thunder_xform.registry._advice import SHIPPED
+
+    plugins = Path(__file__).parents[2] / "plugins"
+    manifests = [tomllib.loads(path.read_text()) for path in plugins.glob("*/thunder_xform_*/manifest.toml")]
+    assert tuple(sorted(manifest["name"] for manifest in manifests)) == SHIPPED
 
 
 def test_host_out_of_range(registry):

@@ -95,3 +95,36 @@ def test_v46_what_only_an_import_tells(validate):
     assert validate(source, "--imports") == (
         f"{CLASS} is no subclass of thunder_xform.Plugin. Derive it from that class."
     )
+
+
+PROJECTS = {
+    "misspelt group": (
+        '"thunder_xform.plugin"',
+        "mine",
+        "{project}: the entry-point group 'thunder_xform.plugin' is read by nothing. Call it 'thunder_xform.plugins'.",
+    ),
+    "misspelt entry point": (
+        '"thunder_xform.plugins"',
+        "mien",
+        (
+            "{project} announces 'mien', but not 'mine'. Write [project.entry-points.'thunder_xform.plugins'] with "
+            "mine = 'package:manifest.toml'."
+        ),
+    ),
+    "another group": (
+        "pytest11",
+        "mine",
+        (
+            "{project} does not announce 'mine'. Write [project.entry-points.'thunder_xform.plugins'] with "
+            "mine = 'package:manifest.toml'."
+        ),
+    ),
+    "all well": ('"thunder_xform.plugins"', "mine", ""),
+}
+
+
+@pytest.mark.parametrize(("group", "entry", "message"), PROJECTS.values(), ids=PROJECTS)
+def test_v46_projects_that_do_not_announce_their_plugin(validate, tmp_path, group, entry, message):
+    project = tmp_path / "pyproject.toml"
+    project.write_text(f'[project]\nname = "x"\n[project.entry-points.{group}]\n{entry} = "acme_mine:manifest.toml"\n')
+    assert validate(BASE + "    pass\n") == (message and f"error: {message}".format(project=project))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from thunder_xform.cli._hooks import hook_errors, hook_warnings
 from thunder_xform.cli._output import print_json
+from thunder_xform.cli._project import announcement_errors
 from thunder_xform.errors import UnknownNameError, XformError, closest
 from thunder_xform.implementations import faults
 from thunder_xform.manifest import Manifest
@@ -91,7 +92,14 @@ def _read(path: Path) -> Record:
     except XformError as error:
         return Record(name=str(path), distribution="", version="", error=error)
     package = path.resolve().parent
-    return Record(name=manifest.name, distribution="", version="", manifest=manifest, packages=(package,))
+    return Record(
+        name=manifest.name,
+        distribution="",
+        version="",
+        entry_point=path.name,
+        manifest=manifest,
+        packages=(package,),
+    )
 
 
 @contextmanager
@@ -113,6 +121,9 @@ def _examine(record: Record, *, imports: bool) -> tuple[list[str], list[str]]:
     errors, warnings = list(_check_classes(record.manifest)), list(_check_edges(record.manifest))
     if record.manifest.plugin and not errors:
         errors += hook_errors(record.manifest.plugin)
+    if not record.distribution:
+        errors += announcement_errors(record.packages[0] / record.entry_point, record.manifest.name)
+    if record.manifest.plugin and not errors:
         warnings += hook_warnings(record.manifest.plugin)
     warnings += _check_naming(record)
     if imports and not errors:

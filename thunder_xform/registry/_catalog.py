@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 
-from thunder_xform.errors import DuplicateClaimError, UnknownNameError, XformError, closest, spell
+from thunder_xform.errors import DuplicateClaimError, UnknownNameError, XformError, spell
 from thunder_xform.manifest import Manifest
+from thunder_xform.registry._advice import installation
 from thunder_xform.registry._host import check_host
 from thunder_xform.registry._policy import Policy
 from thunder_xform.registry._record import Record, normalize
@@ -38,7 +39,7 @@ class Catalog:
 
     def find(self, name: str) -> Record | None:
         """The record that `name` means, usable or not."""
-        return self._by_name.get(name)
+        return self._by_name.get(name) or next((record for record in self.records if record.meant == name), None)
 
     def get(self, name: str) -> tuple[Record, Manifest]:
         """The usable record of `name`. Raises `UnknownNameError`, or the error that makes it unusable."""
@@ -80,10 +81,11 @@ class Catalog:
     def unknown(self, name: str) -> UnknownNameError:
         """The error for a name that nothing installed provides."""
         known = f"Installed are {spell(self.names)}." if self.names else "No plugin is installed at all."
-        pip = f"Install it, for example: pip install thunder-xform-{name.replace('_', '-')}."
+        capabilities = {c for record in self.records if record.manifest for c in record.manifest.provides}
+        hint, how = installation(name, capabilities if "." in name else self.names)
         return UnknownNameError(
-            f"no installed plugin is called {name!r}.{closest(name, self.names)}",
-            f"{known} {pip}",
+            f"no installed plugin is called {name!r}.{hint}",
+            f"{known} {how}".rstrip(),
             name=name,
             known=self.names,
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from thunder_xform.errors import DiscoveryError, XformError
+from thunder_xform.errors import DiscoveryError, XformError, closest
 from thunder_xform.manifest import Manifest
 from thunder_xform.registry._files import package_directories
 from thunder_xform.registry._record import Record, normalize
@@ -20,6 +21,8 @@ __all__ = ["GROUP", "scan"]
 
 #: The entry-point group in which distributions announce their manifests.
 GROUP = "thunder_xform.plugins"
+
+_SECTION = re.compile(r"^\s*\[([^\]\n]+)\]", re.MULTILINE)
 
 
 def scan() -> tuple[Record, ...]:
@@ -64,7 +67,7 @@ def _unreadable(name: str, version: str, problem: str) -> Record:
 
 
 def _announcing() -> Iterator[Distribution]:
-    """The distributions with the group; a look at the raw text spares all the others the parser."""
+    """The distributions with the group or one like it; a look at the raw text spares all the others the parser."""
     import importlib_metadata
 
     for distribution in importlib_metadata.distributions():
@@ -72,8 +75,17 @@ def _announcing() -> Iterator[Distribution]:
             text = distribution.read_text("entry_points.txt")
         except (OSError, UnicodeDecodeError):
             continue
-        if text and f"[{GROUP}]" in text:
+        if text and any(group == GROUP or is_misspelt(group) for group in _SECTION.findall(text)):
             yield cast("Distribution", distribution)
+
+
+def is_misspelt(group: str) -> bool:
+    """Whether the name of an entry-point group is probably meant to be `GROUP`."""
+    if group == GROUP or abs(len(group) - len(GROUP)) > 3:
+        return False
+    import difflib
+
+    return difflib.SequenceMatcher(None, group.lower(), GROUP).ratio() > 0.88
 
 
 def _records(copies: list[Distribution]) -> list[Record]:
@@ -96,31 +108,46 @@ def _records(copies: list[Distribution]) -> list[Record]:
         points = list(_entry_points(first))
     except Exception:
         points = []
-    if not points:
+    misspelt = list(_misspelt(first, name, version, {point.name for point in points}))
+    if not points and not misspelt:
         problem = f"the group {GROUP} of its entry_points.txt contains nothing that can be read"
         return [_unreadable(name, version, problem)]
-    return [replace(_record(p.name, p.value, name, version), shadowed=shadowed) for p in points]
+    return [*(replace(_record(p.name, p.value, name, version), shadowed=shadowed) for p in points), *misspelt]
 
 
 def _entry_points(distribution: Distribution) -> Iterator[Any]:
     return (point for point in distribution.entry_points if point.group == GROUP)
 
 
+def _misspelt(distribution: Distribution, name: str, version: str, announced: set[str]) -> Iterator[Record]:
+    """A broken record for each plugin that is announced in a group like `GROUP` alone."""
+    try:
+        points = list(distribution.entry_points)
+    except Exception:
+        points = []
+    for point in points:
+        if is_misspelt(point.group) and point.name not in announced:
+            record = Record(name=point.name, distribution=name, version=version, entry_point=point.value)
+            problem = f"it is announced in the group {point.group!r}, which nothing reads"
+            yield replace(record, error=_fault(record, problem, f"Call the group {GROUP!r}, and reinstall it"))
+
+
 def _record(name: str, value: str, distribution: str, version: str) -> Record:
     package, _, filename = (part.strip() for part in value.partition(":"))
     directories = package_directories(package)
     record = Record(name=name, distribution=distribution, version=version, entry_point=value)
+    meant = name
     try:
         path = _manifest_path(record, package, filename, directories)
         manifest = Manifest.read(path, file=f"{package}/{filename}", distribution=record.origin)
-        if manifest.name != name:
+        if (meant := manifest.name) != name:
             raise _fault(
                 record,
                 f"its name differs from `name` in {package}/{filename}, which is {manifest.name!r}",
                 "Give both the same name",
             )
     except XformError as error:
-        return replace(record, error=error)
+        return replace(record, error=error, meant=meant)
     return replace(record, manifest=manifest, packages=_packages(package, manifest))
 
 
@@ -137,10 +164,11 @@ def _manifest_path(record: Record, package: str, filename: str, directories: tup
                 problem = f"the manifest {filename!r} lies outside of the package {package!r}"
                 raise _fault(record, problem, "Ship it as a file of the package")
             return path
+    hint = closest(filename, (path.name for directory in directories for path in directory.glob("*.toml")))
     raise _fault(
         record,
         f"the package {package!r} contains no file {filename!r}",
-        "Ship the manifest as package data, or reinstall the distribution",
+        f"{hint} Ship the manifest as package data, or reinstall the distribution".lstrip(),
     )
 
 

@@ -23,6 +23,8 @@ class Record:
     #: The entry point's value, such as ``"thunder_xform_lora:manifest.toml"``.
     entry_point: str = ""
     manifest: Manifest | None = None
+    #: The name in the manifest of a broken one, where its entry point has another.
+    meant: str = ""
     #: Why the plugin cannot be used.
     error: XformError | None = None
     #: Directories of the packages that the plugin's code is imported from, for the content hash.

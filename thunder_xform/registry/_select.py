@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from thunder_xform.errors import MissingRequirementError, XformError, spell
 from thunder_xform.manifest import Manifest
+from thunder_xform.registry._advice import installation
 from thunder_xform.registry._catalog import Catalog
 from thunder_xform.registry._record import Record
 
@@ -115,8 +116,10 @@ class Selection:
                 "Install a plugin that provides it.",
             )
         else:
-            problem = f"{what}, which is not installed."
-            remedy = f"Install it: pip install thunder-xform-{pattern.replace('_', '-')}"
+            hint, how = installation(pattern, self._catalog.names)
+            if hint or not how:
+                how = f"Install what provides it, or report it to the author of {record.distribution}."
+            problem, remedy = f"{what}, which is not installed.{hint}", how
         return MissingRequirementError(
             problem,
             remedy,
