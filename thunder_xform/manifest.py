@@ -11,13 +11,21 @@ from typing import Any, NoReturn
 
 from thunder_xform.errors import ManifestError, closest, spell
 
-__all__ = ["SCHEMA", "STAGES", "Effects", "Manifest"]
+__all__ = ["EFFECTS", "SCHEMA", "STAGES", "Effects", "Manifest"]
 
 #: The version of the manifest format that this package reads.
 SCHEMA = 1
 
 #: The stages of a pipeline, first to last. Every plugin of a stage runs before every plugin of a later one.
 STAGES = ("weights", "adapters", "distribute", "schedule")
+
+_OF_TENSORS = ("set", "shape", "layout", "dtype", "device", "requires_grad", "data")
+#: The state that is looked at when a plugin's hooks ran; ``trace.compute`` may be followed by an operator's name.
+EFFECTS = (
+    *("params", *(f"params.{part}" for part in _OF_TENSORS)),
+    *("buffers", *(f"buffers.{part}" for part in _OF_TENSORS)),
+    *("trace", "trace.compute", "trace.collectives", "trace.saved"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """`thunder-xform validate` reads a plugin's class: hooks that would never run are named, without importing it (V46)."""
 
+import re
+
 import pytest
 
 MANIFEST = """
@@ -95,6 +97,58 @@ def test_v46_what_only_an_import_tells(validate):
     assert validate(source, "--imports") == (
         f"{CLASS} is no subclass of thunder_xform.Plugin. Derive it from that class."
     )
+
+
+EFFECTS = (
+    "params, params.set, params.shape, params.layout, params.dtype, params.device, params.requires_grad, params.data, "
+    "buffers, buffers.set, buffers.shape, buffers.layout, buffers.dtype, buffers.device, buffers.requires_grad, "
+    "buffers.data, trace, trace.compute, trace.collectives and trace.saved"
+)
+
+
+def test_v42_effects_that_do_not_exist(validate, tmp_path, monkeypatch):
+    effects = {
+        "reads": ["param.dtype", "params.dtype", "trace.compute.linear"],
+        "writes": ["trace.savd", "model", "buffers.data", "trace.saved.linear"],
+    }
+    monkeypatch.setitem(globals(), "MANIFEST", f"{MANIFEST}effects = {toml(effects)}")
+    hint = {
+        "param.dtype": " Did you mean 'params.dtype'?",
+        "trace.savd": " Did you mean 'trace.saved'?",
+        "model": "",
+        "trace.saved.linear": " Did you mean 'trace.saved'?",
+    }
+    assert validate(BASE + "    pass\n").splitlines() == [
+        f"  error: `effects.{verb}` contains {state!r}, which there is not.{hint[state]} Use some of {EFFECTS}."[
+            2 * (state == "param.dtype") :
+        ]
+        for verb in effects
+        for state in effects[verb]
+        if state in hint
+    ]
+
+
+def toml(table):
+    return "{ " + ", ".join(f"{key} = {value!r}" for key, value in table.items()) + " }"
+
+
+def test_the_effects_are_those_that_are_looked_at():
+    """Those that the checks after a hook may find, from their source."""
+    import inspect
+
+    from thunder_xform.host import verify
+    from thunder_xform.manifest import EFFECTS
+
+    source = inspect.getsource(verify)
+    found = set(re.findall(r'"(trace[.a-z_]*)"', source)) - {"trace.compute.linear"}
+    parts = set(re.findall(r"{kind}\.([a-z_]+)", source)) | set(
+        re.findall(r'\("([a-z_]+)", (?:old|old_layout)', source)
+    )
+    assert {f"{kind}.{part}" for kind in ("params", "buffers") for part in parts} | found | {
+        "params",
+        "buffers",
+        "trace",
+    } == set(EFFECTS)
 
 
 PROJECTS = {

@@ -11,9 +11,9 @@ from pathlib import Path
 from thunder_xform.cli._hooks import hook_errors, hook_warnings
 from thunder_xform.cli._output import print_json
 from thunder_xform.cli._project import announcement_errors
-from thunder_xform.errors import UnknownNameError, XformError, closest
+from thunder_xform.errors import UnknownNameError, XformError, closest, spell
 from thunder_xform.implementations import faults
-from thunder_xform.manifest import Manifest
+from thunder_xform.manifest import EFFECTS, Manifest
 from thunder_xform.registry import Record, Step
 from thunder_xform.registry._files import module_file
 from thunder_xform.registry._options import read_options
@@ -118,7 +118,8 @@ def _examine(record: Record, *, imports: bool) -> tuple[list[str], list[str]]:
     """The errors and warnings of one plugin."""
     if record.error is not None or record.manifest is None:
         return [str(record.error)], []
-    errors, warnings = list(_check_classes(record.manifest)), list(_check_edges(record.manifest))
+    errors = [*_check_classes(record.manifest), *_check_effects(record.manifest)]
+    warnings = list(_check_edges(record.manifest))
     if record.manifest.plugin and not errors:
         errors += hook_errors(record.manifest.plugin)
     if not record.distribution:
@@ -143,6 +144,16 @@ def _check_classes(manifest: Manifest) -> Iterator[str]:
         for name in names:
             if fields is not None and name not in known:
                 yield f"`exclusive.{resource}` lists {name!r}, which is no option.{closest(name, known)}"
+
+
+def _check_effects(manifest: Manifest) -> Iterator[str]:
+    for verb in ("reads", "writes"):
+        for state in getattr(manifest.effects, verb):
+            if state not in EFFECTS and not state.startswith("trace.compute."):
+                yield (
+                    f"`effects.{verb}` contains {state!r}, which there is not.{closest(state, EFFECTS)} "
+                    f"Use some of {spell(EFFECTS)}."
+                )
 
 
 def _check_edges(manifest: Manifest) -> Iterator[str]:
