@@ -7,6 +7,7 @@ first. What a call can repeat becomes a :class:`Write`; everything else is an er
 
 from __future__ import annotations
 
+import array
 import collections
 import logging
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from thunder.core import devices, dtypes
 from thunder.core.interpreter import PseudoInst, default_lookaside, get_interpreterruntimectx, interpreter_needs_wrap
@@ -27,7 +29,7 @@ from thunder_xform.host.answers import Answers
 from thunder_xform.host.ledger import Ledger
 from thunder_xform.host.places import place
 from thunder_xform.host.reachable import MEMBERS, OF_TORCH, Reachable
-from thunder_xform.host.stamp import Stamp, spelled
+from thunder_xform.host.stamp import MISSING, Stamp, expected, spelled
 from thunder_xform.host.surroundings import is_logging, unrepeatable, write_log
 
 _MUTATORS = {
@@ -38,6 +40,10 @@ _MUTATORS = {
     "__iand__ __ior__ __isub__ __ixor__",
     collections.deque: "__setitem__ __delitem__ __iadd__ __imul__ append appendleft clear extend extendleft insert pop "
     "popleft remove reverse rotate",
+    numpy.ndarray: "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ "
+    "__ior__ __ixor__ __ilshift__ __irshift__ __imatmul__ fill partition put resize sort",
+    bytearray: "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse",
+    array.array: "__setitem__ __delitem__ __iadd__ __imul__ append extend insert pop remove reverse",
 }
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type, FunctionType, torch.dtype, torch.device)
 _ELSEWHERE = "Keep it in a buffer that forward assigns, return it, or change it outside of forward."
@@ -100,7 +106,7 @@ class Watch:
         self._reachable = Reachable(torch.nn.Module())
         self._setting = 0
         self._writes: dict[Hashable, Write] = {}
-        self._reads: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._reads: dict[tuple[int, str], tuple[Any, str, Any]] = {}
 
     def lookasides(self) -> dict[Any, Callable[..., Any]]:
         """What Thunder's interpreter is to call in place of functions that change things."""
@@ -149,7 +155,13 @@ class Watch:
     def stamp(self) -> tuple[Stamp, dict[str, str]]:
         """What the trace that was just made read of attributes; and in words, by name."""
         described = {}
-        for owner, name in self._reads.values():
+        for owner, name, read in self._reads.values():
+            if not read == vars(owner).get(name, MISSING):
+                raise PipelineError(
+                    f"{type(self._root).__name__} changes {self._path(owner, name)!r} in place while it runs, which "
+                    "compiled code cannot repeat.",
+                    _ELSEWHERE,
+                )
             if name in vars(owner):
                 subject, value = spelled(self._reachable.labels.get(id(owner), ""), name, vars(owner)[name])
                 described[subject] = value
@@ -207,14 +219,15 @@ class Watch:
         target, label = owner.value, name.value
         if id(target) not in self._reachable.labels or not hasattr(target, "__dict__") or label.startswith("__"):
             return
-        if (id(target), label) in self._writes:
+        if (id(target), label) in self._writes or (id(target), label) in self._reads:
             return
         if isinstance(target, torch.nn.Module):
             if label in OF_TORCH or (label in _MODULE_NAMES and label not in vars(target)):
                 return
             if any(label in vars(target)[members] for members in MEMBERS):
                 return
-        self._reads[id(target), label] = target, label
+        # As it is now: what code that is not traced changes in place later makes the next call trace again.
+        self._reads[id(target), label] = target, label, expected(vars(target).get(label, MISSING))
 
     def _set_attribute(self, fn: Any, owner: Any, name: Any, value: Any) -> None:
         target, label = owner.value, name.value
@@ -225,7 +238,7 @@ class Watch:
                 self._refuse(f"assigns the parameter {self._path(target, label)!r}")
             if label in target._modules or isinstance(value.value, torch.nn.Module):
                 self._refuse(f"assigns the module {self._path(target, label)!r}")
-        elif target in self._reachable and not hasattr(target, "__dict__"):
+        elif target in self._reachable and not (hasattr(target, "__dict__") and _is_set_by_python(type(target))):
             self._refuse(f"changes {self._reachable.labels[id(target)]!r}, a {type(target).__name__},")
         elif isinstance(target, type):
             self._refuse(f"assigns {label!r} of the class {target.__name__}")
@@ -270,7 +283,10 @@ class Watch:
 
     def _record(self, owner: Any, kind: str, name: str, value: Any) -> None:
         path = self._path(owner, name)
-        leaves, spec = tree_flatten(value.value)
+        try:
+            leaves, spec = tree_flatten(value.value)
+        except TypeError:
+            self._refuse(f"assigns {path!r} a {type(value.value).__name__}")
         leaves = [_plain(leaf) for leaf in leaves]
         if kind == "_buffers":
             if name not in owner._buffers or not isinstance(value.value, TensorProxy):
@@ -318,6 +334,12 @@ def add_lookasides(table: dict[Any, Any], lookasides: dict[Any, Any], wrap: Call
     for fn, lookaside in lookasides.items():
         lookaside.before = table.get(fn)
         table[fn] = wrap(lookaside)
+
+
+def _is_set_by_python(kind: type) -> bool:
+    """Whether assigning an attribute is Python code or the one way that we see, which changes nothing while traced."""
+    setter: Any = kind.__setattr__
+    return isinstance(setter, FunctionType) or setter is object.__setattr__
 
 
 def _real(wrapped: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy
 import torch
 
 _CONTAINERS = (dict, list, set, deque)
@@ -15,6 +17,8 @@ _LEAVES = (
     int, float, complex, str, bytes, type(None), type, torch.Tensor, torch.dtype, torch.device, torch.nn.Module,
     ModuleType, FunctionType, BuiltinFunctionType, MethodType,
 )  # fmt: skip
+#: what holds numbers that change in place
+ARRAYS = (numpy.ndarray, bytearray, array.array)
 #: what torch itself keeps in every module
 OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -53,6 +57,10 @@ class Reachable:
         while waiting:
             value, label = waiting.pop()
             if isinstance(value, _LEAVES) or id(value) in self.labels:
+                continue
+            if isinstance(value, ARRAYS):
+                self.labels[id(value)] = label
+                self._alive.append(value)
                 continue
             if not isinstance(value, (*_CONTAINERS, tuple)):
                 if not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] in ("torch", "thunder"):

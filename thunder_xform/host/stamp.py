@@ -8,9 +8,28 @@ from typing import Any
 
 import torch
 
+from thunder_xform.host.reachable import ARRAYS
+
 _LARGEST = 1000
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = (int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.nn.Module)
+
+
+class _SameContent:
+    """Equals arrays of one type, shape and content, of NumPy or the standard library."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._content = self._of(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ARRAYS) and self._of(other) == self._content
+
+    @staticmethod
+    def _of(value: Any) -> tuple[Any, ...]:
+        content = bytes(value) if isinstance(value, bytearray) else value.tobytes()
+        return type(value), getattr(value, "dtype", None), getattr(value, "shape", None), content
 
 
 class _Missing:
@@ -59,22 +78,22 @@ class Stamp:
     """The attributes that a trace read, as they were.
 
     Args:
-        reads: pairs of an object and the name of an attribute.
+        reads: an object, the name of an attribute, and :func:`expected` of it when it was read.
         modules: all modules; a hook that is added to one changes what the model computes.
     """
 
-    def __init__(self, reads: Iterable[tuple[Any, str]], modules: Iterable[torch.nn.Module]) -> None:
-        own: list[tuple[dict[str, Any], str]] = []
+    def __init__(self, reads: Iterable[tuple[Any, str, Any]], modules: Iterable[torch.nn.Module]) -> None:
+        own: list[tuple[dict[str, Any], str, Any]] = []
         inherited: list[tuple[type, str]] = []
-        for owner, name in reads:
-            own.append((vars(owner), name))
+        for owner, name, value in reads:
+            own.append((vars(owner), name, value))
             if name not in vars(owner) and _is_data(getattr(type(owner), name, MISSING)):
                 inherited.append((type(owner), name))
-        self._dicts, self._names = [d for d, _ in own], [n for _, n in own]
+        self._dicts, self._names = [d for d, _, _ in own], [n for _, n, _ in own]
+        self._values = [value for _, _, value in own]
         self._defaults = [MISSING] * len(own)
-        self._values = [_expected(d.get(n, MISSING)) for d, n in own]
         self._classes, self._class_names = [c for c, _ in inherited], [n for _, n in inherited]
-        self._class_values = [_expected(getattr(c, n)) for c, n in inherited]
+        self._class_values = [expected(getattr(c, n)) for c, n in inherited]
         self._hooks = [vars(m)[name] for m in modules for name in _HOOKS]
         self._hook_counts = list(map(len, self._hooks))
 
@@ -95,19 +114,21 @@ def _is_data(value: Any) -> bool:
     return value is not MISSING and not callable(value) and not hasattr(value, "__get__")
 
 
-def _expected(value: Any) -> Any:
-    """What to compare with: the value, or a copy of a container, which may change in place."""
+def expected(value: Any) -> Any:
+    """What to compare with: the value, or a copy of a container or an array, which may change in place."""
     if isinstance(value, torch.Tensor):
         return _ANY_TENSOR
     if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
         if len(value) > _LARGEST:
             return _Sized(value)
         if isinstance(value, dict):
-            return {key: _expected(item) for key, item in value.items()}
+            return {key: expected(item) for key, item in value.items()}
         if isinstance(value, (set, frozenset)):
             return set(value)
-        items = [_expected(item) for item in value]
+        items = [expected(item) for item in value]
         return items if isinstance(value, list) else tuple(items) if isinstance(value, tuple) else deque(items)
+    if isinstance(value, ARRAYS):
+        return _SameContent(value)
     if isinstance(value, _PLAIN) or _compares_identity(value):
         return value
     return _Same(value)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 from thunder.core.interpreter import get_interpreterruntimectx
 
 _CLOCKS = "time monotonic perf_counter process_time thread_time"
@@ -25,10 +25,9 @@ def unrepeatable() -> dict[Callable[..., Any], str]:
     }
     for name in _CLOCKS.split():
         found |= {getattr(time, each): f"time.{each}()" for each in (name, f"{name}_ns")}
-    if numpy := sys.modules.get("numpy.random"):
-        for kind in (numpy.RandomState, numpy.Generator):
-            methods = [getattr(kind, name) for name in dir(kind) if not name.startswith("_")]
-            found |= dict.fromkeys(filter(callable, methods), "NumPy's random numbers")
+    for kind in (numpy.random.RandomState, numpy.random.Generator):
+        methods = [getattr(kind, name) for name in dir(kind) if not name.startswith("_")]
+        found |= dict.fromkeys(filter(callable, methods), "NumPy's random numbers")
     return found
 
 
