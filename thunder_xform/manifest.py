@@ -53,6 +53,7 @@ class Manifest:
     #: ``"module:Class"``, instantiated as ``Class(options)``, or ``Class()`` where there are no options.
     plugin: str | None = None
     #: ``"module:Class"`` of a dataclass that needs the standard library and what of thunder_xform needs no torch.
+    #: Its annotations are checked without importing it; ``Annotated[int, ">= 1"]`` states a range.
     options: str | None = None
     #: One of `STAGES`; ``None`` for a bundle.
     stage: str | None = None

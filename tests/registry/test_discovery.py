@@ -317,7 +317,7 @@ import importlib_metadata
 scans, original = [], importlib_metadata.distributions
 importlib_metadata.distributions = lambda **k: scans.append(1) or original(**k)
 for _ in range(3):
-    registry.list(), registry.plan("lora"), registry.why("lora", "lora")
+    registry.list(), registry.plan("lora"), registry.plan("lora").lock
 once, seen = len(scans), [r.name for r in registry.list()]
 import pathlib, shutil
 shutil.rmtree({str(site.path)!r} + "/thunder_xform_lora-1.0.dist-info")

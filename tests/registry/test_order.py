@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_xform.errors import CycleError, UnknownNameError
+from thunder_xform.errors import CycleError, DuplicateRequestError, UnknownNameError
 
 W, A, D, S = "weights", "adapters", "distribute", "schedule"
 
@@ -144,6 +144,33 @@ def test_an_edge_of_the_caller_to_nothing_known(registry):
     with pytest.raises(UnknownNameError, match=r"called 'fsdpp'\. Did you mean 'fsdp'\?"):
         r.plan(["lora"], edges=[("lora", "fsdpp")])
     assert r.plan(["lora"], edges=[("lora", "fsdp")]).order == ("lora",)
+
+
+SELF = {
+    "a name": ("a", "a", "a"),
+    "a name and its capability": ("cap.x", "a", "a"),
+    "a prefix and a name": ("a", "cap.*", "a"),
+    "a plugin that is not requested": ("b", "b", "b"),
+}
+
+
+@pytest.mark.parametrize(("first", "then", "name"), SELF.values(), ids=SELF)
+def test_v22_an_edge_to_itself_is_a_cycle(registry, first, then, name):
+    with pytest.raises(CycleError) as caught:
+        registry(a={"provides": ("cap.x",)}, b={}).plan(["a"], edges=[(first, then)])
+    assert str(caught.value) == (
+        f"the order of {name} contradicts itself: {name!r} runs before {name!r} [edges=[({first!r}, {then!r})]]. "
+        "Give an edge two different plugins."
+    )
+    assert caught.value.cycle == (name,)
+
+
+def test_v22_why_of_one_plugin_alone(registry):
+    r = registry(lora={}, fsdp={})
+    for ask in (r.why, r.plan(["lora", "fsdp"]).why):
+        with pytest.raises(DuplicateRequestError) as caught:
+            ask("lora", "lora")
+        assert str(caught.value) == "'lora' is named twice, but nothing runs before itself. Name two plugins."
 
 
 NAMES = "abcdef"

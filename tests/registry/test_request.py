@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
 
+Width = typing.Annotated[int, ">= 1"]
+
 @dataclass(frozen=True)
 class Options:
     rank: int = 8
@@ -43,6 +45,9 @@ class Options:
     shape: tuple[int, int] | None = None
     drop: "bool | float" = False
     scale: typing.Optional[float] = field(default=None)
+    width: Width = 4
+    share: typing.Annotated[float, ">= 0, < 1", "of all"] = 0.5
+    widths: Mapping[str, Width] | Width | None = None
     dtype: SomeUnknownType = None
     count: ClassVar[int] = 0
     derived: int = field(init=False, default=0)
@@ -68,10 +73,19 @@ def options(resolution, name="lora"):
     return next(step.options for step in resolution.steps if step.name == name)
 
 
-@pytest.mark.parametrize("request_", ["", " ", [], ()], ids=repr)
+@pytest.mark.parametrize("request_", [[], ()], ids=repr)
 def test_an_empty_request_is_an_empty_pipeline(lora, request_):
     resolution = lora.plan(request_)
     assert (resolution.order, resolution.text) == ((), "")
+
+
+@pytest.mark.parametrize("request_", ["", " \n", [""], ["lora", " "]], ids=repr)
+def test_v22_an_empty_text_is_no_request(lora, request_):
+    with pytest.raises(RequestSyntaxError) as caught:
+        lora.plan(request_)
+    assert str(caught.value) == (
+        "the request is empty. Name a plugin; an empty list stands for a pipeline without any."
+    )
 
 
 FORMS = [
@@ -219,7 +233,8 @@ def test_u23_unknown_option(lora, name):
     hint = " Did you mean 'rank'?" if name in ("rnk", "Rank") else ""
     assert str(caught.value) == (
         f"'lora' [dist-lora 1.0] has no option {str(name)!r}.{hint} "
-        "Its options are rank, alpha, names, mode, group, limits, shape, drop, scale and dtype."
+        "Its options are rank, alpha, names, mode, group, limits, shape, drop, scale, width, share, widths and "
+        "dtype."
     )
 
 
@@ -243,12 +258,18 @@ BAD_VALUES = {
     "text for float": ("alpha", "8", "float"),
     "text for a tuple": ("names", "q_proj", "tuple[str, ...]"),
     "number in a tuple": ("names", ("a", 1), "tuple[str, ...]"),
-    "no member": ("mode", "fastt", "'full' or 'fast'"),
+    "no member": ("mode", "slow", "'full' or 'fast'"),
     "list for a mapping": ("limits", [1], "Mapping[str, int]"),
     "text in a mapping": ("limits", {"a": "b"}, "Mapping[str, int]"),
     "too short": ("shape", (1,), "tuple[int, int] or None"),
     "text for a union": ("drop", "x", "bool or float"),
     "text for an optional": ("scale", "x", "float or None"),
+    "V22: below": ("width", 0, "int >= 1"),
+    "V22: negative": ("width", -1, "int >= 1"),
+    "V22: not the type": ("width", True, "int >= 1"),
+    "V22: the open end": ("share", 1, "float >= 0 and < 1 of all"),
+    "V22: no number": ("share", math.nan, "float >= 0 and < 1 of all"),
+    "V22: inside": ("widths", {"a": 1, "b": 0}, "Mapping[str, int >= 1] or int >= 1 or None"),
 }
 
 
@@ -262,7 +283,15 @@ def test_bad_values(lora, name, value, wanted):
     )
 
 
+def test_a_value_that_is_nearly_one_of_the_literals(lora):
+    with pytest.raises(OptionError, match=r"does not take\. Did you mean 'fast'\? Give 'full' or 'fast'\."):
+        lora.plan("lora(mode='fastt')")
+
+
 GOOD_VALUES = {
+    "width": [1],
+    "share": [0, 0.99],
+    "widths": [None, 3, {"a": 1}],
     "rank": [0, -3],
     "alpha": [0.5, 16],
     "names": [(), ["a"], ("a", "b")],

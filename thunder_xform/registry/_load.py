@@ -98,7 +98,7 @@ def _build_options(step: Step, cls: Any) -> Any:
 
 def _hints(cls: Any) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(cls)
+        return typing.get_type_hints(cls, include_extras=True)
     except Exception:  # An annotation that needs an import the module makes for type checkers only.
         return {}
 

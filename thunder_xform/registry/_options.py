@@ -55,7 +55,7 @@ def read_options(target: str) -> tuple[OptionField, ...] | None:
         return None
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name and not node.bases and _is_dataclass(node):
-            return _fields(node, source.splitlines())
+            return _fields(node, source.splitlines(), _aliases(tree))
     return None
 
 
@@ -66,14 +66,27 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
     return any(name.rpartition(".")[2] == "dataclass" for name in names)
 
 
-def _fields(node: ast.ClassDef, lines: list[str]) -> tuple[OptionField, ...]:
+def _aliases(tree: ast.Module) -> dict[str, ast.expr]:
+    """Annotations that the module gives names, such as ``Dtype = Literal["float32", "bfloat16"]``."""
+    import ast
+
+    return {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _fields(node: ast.ClassDef, lines: list[str], aliases: dict[str, ast.expr]) -> tuple[OptionField, ...]:
     import ast
 
     fields = []
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
-        annotation = _annotation(statement.annotation)
+        annotation = _annotation(_resolved(statement.annotation, aliases))
         if annotation.rpartition(".")[2] == "KW_ONLY" or annotation.partition("[")[0].endswith("ClassVar"):
             continue
         default = _default(statement.value)
@@ -81,6 +94,18 @@ def _fields(node: ast.ClassDef, lines: list[str]) -> tuple[OptionField, ...]:
             doc = _doc(statement, following, lines)
             fields.append(OptionField(statement.target.id, annotation, default, doc))
     return tuple(fields)
+
+
+def _resolved(node: ast.expr, aliases: dict[str, ast.expr]) -> ast.expr:
+    import ast
+    import copy
+
+    class Resolver(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.expr:
+            return copy.deepcopy(aliases.get(name.id, name))
+
+    resolved: ast.expr = Resolver().visit(copy.deepcopy(node)) if aliases else node
+    return resolved
 
 
 def _annotation(node: ast.expr) -> str:

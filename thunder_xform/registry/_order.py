@@ -90,6 +90,14 @@ class Graph:
     def _user(self, pairs: Sequence[tuple[str, str]]) -> Iterator[Edge]:
         for pair in pairs:
             firsts, thens = (self._matching(pattern) for pattern in pair)
+            if pair[0] == pair[1] or (firsts == thens and len(firsts) == 1):
+                name = firsts[0] if firsts else pair[0]
+                raise CycleError(
+                    f"the order of {name} contradicts itself: {name!r} runs before {name!r} [edges=[{pair!r}]].",
+                    "Give an edge two different plugins.",
+                    cycle=(name,),
+                    edges=(f"edges=[{pair!r}]",),
+                )
             yield from (Edge(a, b, "user", f"edges=[{pair!r}]") for a in firsts for b in thens if a != b)
 
     def _declared(self) -> Iterator[Edge]:

@@ -11,7 +11,7 @@ from thunder_xform.manifest import STAGES, Manifest
 from thunder_xform.registry._catalog import Catalog
 from thunder_xform.registry._policy import Policy
 from thunder_xform.registry._record import Record
-from thunder_xform.registry.resolution import Explanation, Resolution
+from thunder_xform.registry.resolution import Explanation, Resolution, refuse_twice
 from thunder_xform.registry.step import Step
 
 if TYPE_CHECKING:
@@ -108,8 +108,13 @@ class Registry:
         return build(resolution, load(resolution) or [(_BARE, Plugin(None))], check=check)
 
     def why(self, a: str, b: str, **selection: Any) -> Explanation:
-        """Why `a` and `b` run in their order when both are requested; keywords as for `plan`."""
-        return self.plan([a] if a == b else [a, b], **selection).why(a, b)
+        """Why `a` and `b` run in their order when both are requested; keywords as for `plan`.
+
+        Raises:
+            DuplicateRequestError: they are one.
+        """
+        refuse_twice(a, b)
+        return self.plan([a, b], **selection).why(a, b)
 
 
 #: Stands for the plugins of an empty request.

@@ -26,7 +26,11 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
     """
     if single := _NAME.fullmatch(text):
         return [(single[1], {})]
-    return _Parser(text).items() if text.strip() else []
+    if not text.strip():
+        raise RequestSyntaxError(
+            "the request is empty.", "Name a plugin; an empty list stands for a pipeline without any.", text=text
+        )
+    return _Parser(text).items()
 
 
 def render(items: Iterable[tuple[str, Mapping[str, Any]]]) -> str:

@@ -1,13 +1,18 @@
-"""Check option values against annotations: those of the loaded class, or their source text before loading."""
+"""Check option values against annotations: those of the loaded class, or their source text before loading.
+
+A range is a text in the annotation, ``Annotated[int, ">= 1"]`` or ``Annotated[float, ">= 0, < 1"]``.
+"""
 
 from __future__ import annotations
 
+import operator
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Union
 
-from thunder_xform.errors import OptionError
+from thunder_xform.errors import OptionError, closest
 
 if TYPE_CHECKING:
     import ast
@@ -30,8 +35,9 @@ def convert_option(plugin: str, origin: str, option: str, value: Any, hint: Any)
     try:
         return _convert(value, hint)
     except _Mismatch:
+        near = "".join(closest(word, set(_words(hint))) for word in _words(value))
         raise OptionError(
-            f"the option {option!r} of {plugin!r} [{origin}] is {value!r}, which it does not take.",
+            f"the option {option!r} of {plugin!r} [{origin}] is {value!r}, which it does not take.{near}",
             f"Give {_describe(hint)}.",
             plugin=plugin,
             distribution=origin,
@@ -51,7 +57,8 @@ def static_hint(annotation: str) -> Any:
 
 
 _NAMES = {
-    **{cls.__name__: cls for cls in (bool, dict, float, int, list, object, str, tuple)},
+    "Annotated": typing.Annotated,
+    **{cls.__name__: cls for cls in (bool, dict, float, int, list, object, str, tuple, type)},
     "Literal": Literal,
     "Mapping": Mapping,
     "Optional": typing.Optional,
@@ -80,8 +87,12 @@ def _evaluate(node: ast.expr) -> Any:
             if base is Any:
                 return Any
             parts = part.elts if isinstance(part, ast.Tuple) else [part]
-            literal = base is Literal
-            args = tuple(ast.literal_eval(p) if literal or _is_ellipsis(p) else _evaluate(p) for p in parts)
+            args = tuple(
+                ast.literal_eval(p)
+                if base is Literal or _is_ellipsis(p) or (base is typing.Annotated and i)
+                else _evaluate(p)
+                for i, p in enumerate(parts)
+            )
             return base[args if len(args) != 1 else args[0]]
     return Any
 
@@ -113,7 +124,8 @@ def _convert(value: Any, hint: Any) -> Any:
         key, entry = args or (Any, Any)
         return {_convert(k, key): _convert(v, entry) for k, v in _require(isinstance(value, Mapping), value).items()}
     if kind is typing.Annotated:
-        return _convert(value, args[0])
+        converted = _convert(value, args[0])
+        return _require(all(_within(converted, text) for text in args[1:]), converted)
     return _require(_may_be(value, hint), value)
 
 
@@ -134,6 +146,19 @@ def _convert_sequence(value: Any, kind: Any, args: tuple[Any, ...]) -> Any:
         return tuple(map(_convert, value, args))
     entry = args[0] if args else Any
     return (list if kind is list else tuple)(_convert(v, entry) for v in value)
+
+
+_COMPARISON = re.compile(r"\s*(>=|<=|>|<)\s*(\S+?)\s*")
+_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+
+
+def _within(value: Any, text: object) -> bool:
+    """Whether a number is in the range that `text` states; other texts and objects state none."""
+    parts = [_COMPARISON.fullmatch(part) for part in text.split(",")] if isinstance(text, str) else [None]
+    try:
+        return all(part is None or _COMPARE[part[1]](value, float(part[2])) for part in parts)
+    except (TypeError, ValueError):
+        return True
 
 
 def _may_be(value: Any, hint: Any) -> bool:
@@ -159,8 +184,18 @@ def _describe(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(map(_describe, args))
     if origin is typing.Annotated:
-        return _describe(args[0])
+        return " ".join(
+            (_describe(args[0]), *(text.replace(",", " and") for text in args[1:] if isinstance(text, str)))
+        )
     if hint is Ellipsis:
         return "..."
     name = getattr(origin or hint, "__name__", str(hint))
     return f"{name}[{', '.join(map(_describe, args))}]" if args else name
+
+
+def _words(part: Any) -> list[str]:
+    """The strings in a value, or among the literals of an annotation."""
+    if isinstance(part, str):
+        return [part]
+    found = part if isinstance(part, tuple | list) else typing.get_args(part)
+    return [word for entry in found for word in _words(entry)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from thunder_xform.errors import UnknownNameError, closest, spell
+from thunder_xform.errors import DuplicateRequestError, UnknownNameError, closest, spell
 from thunder_xform.registry._order import Edge, Graph
 from thunder_xform.registry._text import render
 from thunder_xform.registry.lock import Lock
@@ -51,7 +51,13 @@ class Resolution:
         return len(self.steps)
 
     def why(self, a: str, b: str) -> Explanation:
-        """The shortest chain of reasons for the order of `a` and `b`. Raises `UnknownNameError`."""
+        """The shortest chain of reasons for the order of `a` and `b`.
+
+        Raises:
+            DuplicateRequestError: they are one.
+            UnknownNameError: one of them is not in the pipeline.
+        """
+        refuse_twice(a, b)
         for name in (a, b):
             if name not in self.order:
                 raise UnknownNameError(
@@ -61,7 +67,7 @@ class Resolution:
                     known=self.order,
                 )
         first, then = sorted((a, b), key=self.order.index)
-        return Explanation(first, then, Graph(self.steps, self.edges).path(first, then) if first != then else ())
+        return Explanation(first, then, Graph(self.steps, self.edges).path(first, then))
 
     @cached_property
     def lock(self) -> Lock:
@@ -72,3 +78,11 @@ class Resolution:
     def text(self) -> str:
         """The pipeline as a request in text form, ``lora(rank=8) + fsdp(zero=3)``, in its order."""
         return render((step.name, step.options) for step in self.steps)
+
+
+def refuse_twice(a: str, b: str) -> None:
+    """Raise `DuplicateRequestError` if the order of a plugin and itself is asked for."""
+    if a == b:
+        raise DuplicateRequestError(
+            f"{a!r} is named twice, but nothing runs before itself.", "Name two plugins.", name=a, option=""
+        )

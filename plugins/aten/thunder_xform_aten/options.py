@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import thunder_xform as tx
 
 #: The operators that can be put on kernels of PyTorch's, by their names in Thunder's traces.
-OPERATORS = (
+Operator = Literal[
     "chunk",
     "gelu",
     "layer_norm",
@@ -18,14 +19,15 @@ OPERATORS = (
     "silu",
     "tensor_split",
     "unbind",
-)
+]
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Which operators."""
 
-    operators: Sequence[str] = OPERATORS
+    operators: Operator | Sequence[Operator] = OPERATORS
     """Names of operators, as in torch and torch.nn.functional. A fusing executor, "torchcompile" say, cannot fuse
     those that are named."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
+Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Options:
     zero: Literal[2, 3] = 3
     """3 frees gathered weights after use and gathers them again in the backward; 2 keeps them for it."""
 
-    units: str | Sequence[str | type] = "block"
+    units: Literal["block", "layer", "none"] | Sequence[str | type] = "block"
     """What is gathered together: "block" (repeated children of a ModuleList or Sequential), "layer" (each module that
     owns parameters), "none" (each parameter), or a list of module classes, their names, or dotted module names."""
 
@@ -26,7 +26,7 @@ class Options:
     device: str | None = None
     """Where shards live and computation runs; the model's device, or the process group's if the model is on meta."""
 
-    broadcast_from: int | None = 0
+    broadcast_from: Annotated[int, ">= 0"] | None = 0
     """Rank within the group whose values all ranks start from; None to trust that the model's are equal. What other
     plugins added is broadcast from rank 0 even then."""
 
@@ -37,13 +37,13 @@ class Options:
     release_originals: bool = False
     """Free the storage of the user's module (its parameters move to the meta device)."""
 
-    gather_dtype: str | None = None
+    gather_dtype: Dtype | None = None
     """Dtype on the wire of all-gathers, for example "bfloat16"; the parameters' own if None."""
 
-    reduce_dtype: str | None = None
+    reduce_dtype: Dtype | None = None
     """Dtype in which gradients are accumulated and reduced, for example "float32"; their own if None."""
 
-    prefetch: int = 1
+    prefetch: Annotated[int, ">= 0"] = 1
     """How many units are gathered ahead of the one in use."""
 
     reduce_each_microbatch: bool = False
@@ -60,5 +60,5 @@ class Options:
             names = tuple(unit if isinstance(unit, str) else unit.__name__ for unit in self.units)
             object.__setattr__(self, "units", names)
         for name in ("gather_dtype", "reduce_dtype"):
-            if getattr(self, name) not in (None, *_DTYPES):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(_DTYPES)}")
+            if getattr(self, name) not in (None, *get_args(Dtype)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(get_args(Dtype))}")

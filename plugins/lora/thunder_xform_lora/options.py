@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from thunder_xform.patterns import normalized
 
@@ -15,6 +15,9 @@ from thunder_xform.patterns import normalized
 ALL_LINEAR = "all-linear"
 #: The name of the first adapter, as in PEFT.
 DEFAULT = "default"
+
+Rank = Annotated[int, ">= 1"]
+Scaling = Annotated[float, "> 0, < inf"]
 
 _CHOICES: dict[str, tuple[bool | str, ...]] = {
     "bias": ("none", "all", "lora_only"),
@@ -35,20 +38,20 @@ class Options:
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022.
     """
 
-    r: int = 8
+    r: Rank = 8
     """Rank of the adapters: at least 1; under "pissa" at most the smaller side of every layer that gets one."""
-    lora_alpha: float = 8.0
+    lora_alpha: Scaling = 8.0
     """Numerator of the scaling lora_alpha / r of the adapters' output; positive."""
-    lora_dropout: float = 0.0
+    lora_dropout: Annotated[float, ">= 0, < 1"] = 0.0
     """Probability, from 0 up to but without 1, of zeroing an entry of an adapter's input in training mode."""
     target_modules: str | Sequence[str] = ALL_LINEAR
     """Names of layers, full or dotted suffixes, or a regular expression for full names, or 'all-linear'."""
     exclude_modules: str | Sequence[str] | None = None
     """Names, full or as dotted suffixes, or a regular expression: what matches gets no adapter."""
 
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    rank_pattern: Mapping[str, Rank] = field(default_factory=dict)
     """Other ranks for some layers, by name, dotted suffix or regular expression for one; the first that fits counts."""
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, Scaling] = field(default_factory=dict)
     """Other values of lora_alpha for some layers, in the same way."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead. Source: Kalajdzievski, "A Rank Stabilization Scaling Factor", 2023."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
 from thunder_xform.patterns import normalized
 
@@ -12,7 +13,7 @@ ALL_LINEAR = "all-linear"
 #: Layers left alone by default, whether the model has them or not: the usual name of an output layer.
 SKIPPED = ("lm_head",)
 
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
+Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +23,11 @@ class Options:
     scheme: str = "nf4"
     """"nf4" or "fp4" (4 bits, bitsandbytes), "int8" (PyTorch alone), a scheme that another plugin of the pipeline
     offers, or "module:Class"."""
-    blocksize: int | None = None
+    blocksize: Annotated[int, ">= 1"] | None = None
     """Entries of a row that share one scale in nf4 and fp4: 32, 64, ..., 4096; the scheme's default, 64, if None."""
     double_quant: bool | None = None
     """Whether nf4 and fp4 hold the scales, too, in 8 bits; the scheme's default, not to, if None."""
-    compute_dtype: str | None = None
+    compute_dtype: Dtype | None = None
     """Dtype in which layers multiply, for example "bfloat16"; that of their input if None."""
     target_modules: str | Sequence[str] = ALL_LINEAR
     """Names of layers, full or dotted suffixes, or a regular expression for full names, or "all-linear"."""
@@ -38,8 +39,8 @@ class Options:
     def __post_init__(self) -> None:
         if not self.scheme:
             raise ValueError("`scheme` is empty; name one, such as 'nf4' or 'int8'")
-        if self.compute_dtype not in (None, *_DTYPES):
-            raise ValueError(f"`compute_dtype` is {self.compute_dtype!r}; it is one of {', '.join(_DTYPES)}")
+        if self.compute_dtype not in (None, *get_args(Dtype)):
+            raise ValueError(f"`compute_dtype` is {self.compute_dtype!r}; it is one of {', '.join(get_args(Dtype))}")
         object.__setattr__(self, "target_modules", normalized("target_modules", self.target_modules))
         if self.exclude_modules is not None:
             object.__setattr__(self, "exclude_modules", normalized("exclude_modules", self.exclude_modules))
