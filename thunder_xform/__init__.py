@@ -2,7 +2,7 @@
 
 >>> import thunder_xform as tx           # before thunder: also makes it importable on torch >= 2.13
 >>> import thunder
->>> pipeline = tx.registry.resolve(["fsdp", "lora"], options={"lora": {"rank": 8}})
+>>> pipeline = tx.registry.resolve(["fsdp", "lora"], options={"lora": {"r": 8}})
 >>> model = thunder.jit(model, transforms=pipeline)
 
 ``tx.ops`` is Thunder's operator namespace (:mod:`thunder.torch`), for code that rewrites traces.

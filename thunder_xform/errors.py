@@ -243,7 +243,7 @@ class RequestSyntaxError(ResolutionError):
     position: int
 
     def __init__(self, problem: str, remedy: str = "", *, text: str = "", position: int = 0) -> None:
-        remedy = remedy or "Write it as 'lora(rank=8) + fsdp(zero=3)', with literals as values."
+        remedy = remedy or "Write it as 'lora(r=8) + fsdp(zero=3)', with literals as values."
         super().__init__(problem, remedy, text=text, position=position)
 
 

@@ -209,7 +209,7 @@ def test_one_option_with_two_values(lora):
 def test_malformed_keywords(lora):
     with pytest.raises(RequestSyntaxError) as caught:
         lora.plan("lora", options={"lora": 8})
-    assert str(caught.value) == ("options= gives 'lora' 8. Give it a mapping, such as {'lora': {'rank': 8}}.")
+    assert str(caught.value) == ("options= gives 'lora' 8. Give it a mapping, such as {'lora': {'r': 8}}.")
     for edge in ("lora:fsdp", ("lora",), ("lora", 3)):
         with pytest.raises(RequestSyntaxError) as caught:
             lora.plan("lora", edges=[edge])
@@ -343,7 +343,7 @@ def test_bad_text(lora, text, expected):
     with pytest.raises(RequestSyntaxError) as caught:
         lora.plan(text)
     assert str(caught.value) == (
-        f"the request {text!r} {message} Write it as 'lora(rank=8) + fsdp(zero=3)', with literals as values."
+        f"the request {text!r} {message} Write it as 'lora(r=8) + fsdp(zero=3)', with literals as values."
     )
     assert caught.value.position == column
 

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_lists(why)
     _add_edges(why)
     plan = command("plan", "_plan", "run_plan", "Order plugins and all that they require, without importing them.")
-    plan.add_argument("request", metavar="REQUEST", nargs="+", help="a name, or text such as 'lora(rank=8) + fsdp'")
+    plan.add_argument("request", metavar="REQUEST", nargs="+", help="a name, or text such as 'lora(r=8) + fsdp'")
     _add_lists(plan)
     _add_edges(plan)
     validate = command(

@@ -90,7 +90,7 @@ def _given(
     for name, values in options.items():
         if not isinstance(values, Mapping):
             raise RequestSyntaxError(
-                f"options= gives {name!r} {values!r}.", "Give it a mapping, such as {'lora': {'rank': 8}}."
+                f"options= gives {name!r} {values!r}.", "Give it a mapping, such as {'lora': {'r': 8}}."
             )
     with_options = [name for name, wish in wishes.items() if wish.options]
     for name in dict.fromkeys((*with_options, *options)):

@@ -59,7 +59,7 @@ class Registry:
 
         Args:
             request: a name, a pair ``(name, options)``, an options or plugin instance, a text such as
-                ``"lora(rank=8) + fsdp(zero=3)"``, or a list of these.
+                ``"lora(r=8) + fsdp(zero=3)"``, or a list of these.
             options: further options by plugin name, also for plugins that were pulled in.
             allow, deny: names or distributions, besides ``THUNDER_XFORM_ALLOW`` and ``THUNDER_XFORM_DENY``.
             edges: additional order, as pairs ``(first, then)`` of names or capabilities.

@@ -1,4 +1,4 @@
-"""The text form of a request, ``lora(rank=8) + fsdp(zero=3)``: Python expressions, parsed but never run."""
+"""The text form of a request, ``lora(r=8) + fsdp(zero=3)``: Python expressions, parsed but never run."""
 
 from __future__ import annotations
 

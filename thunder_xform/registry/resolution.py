@@ -76,7 +76,7 @@ class Resolution:
 
     @property
     def text(self) -> str:
-        """The pipeline as a request in text form, ``lora(rank=8) + fsdp(zero=3)``, in its order."""
+        """The pipeline as a request in text form, ``lora(r=8) + fsdp(zero=3)``, in its order."""
         return render((step.name, step.options) for step in self.steps)
 
 
