@@ -43,6 +43,7 @@ class Session(Protocol):
     events: list[CompileEvent]
     groups: list[Any]
     no_sync_depth: int
+    unreached: set[str]
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -96,6 +97,15 @@ class Context:
     def no_sync(self) -> bool:
         """Whether gradients are to be accumulated locally in the backward of the call under way."""
         return self._session.no_sync_depth > 0
+
+    @property
+    def unreached(self) -> set[str]:
+        """Within a backward: parameters on which no output with a gradient depends, so that they get none.
+
+        Their gradients are zeros on this rank. Take a name out if the gradient counts all the same, because another
+        rank has one.
+        """
+        return self._session.unreached
 
     def tensor(self, name: str) -> torch.Tensor:
         """The live tensor of a parameter or buffer."""

@@ -60,3 +60,21 @@ def test_second_derivatives_are_refused_and_first_ones_are_not():
     torch.testing.assert_close(once, eager.grad)
     with torch.no_grad():
         assert not model(x)["first"].requires_grad
+
+
+def test_through_a_jitted_function_and_functional_transforms():
+    model = thunder.jit(Model(), transforms=pipeline_of(same=tx.Plugin(None)))
+    run = thunder.jit(lambda x: model(x)["first"] * 2)
+    x = torch.randn(2, 3, requires_grad=True)
+    for ask in (
+        lambda: torch.autograd.grad(run(x).sum(), x, create_graph=True),
+        lambda: torch.autograd.grad(run(x).sum(), list(model.parameters()), create_graph=True),
+        lambda: torch.autograd.functional.hessian(lambda x: run(x).sum(), x),
+    ):
+        with pytest.raises(PipelineError) as raised:
+            ask()
+        assert str(raised.value) == TEXT
+    run(x).sum().backward()
+    assert x.grad is not None
+    with pytest.raises((RuntimeError, PipelineError)):  # PyTorch refuses autograd functions of this kind there
+        torch.func.grad(lambda x: model(x)["first"].sum())(torch.randn(2, 3))

@@ -500,3 +500,39 @@ def test_writes_in_place_end_with_a_copy_and_have_a_counterpart_out_of_place():
         "inplace.py",
         "tensors that share memory are renamed by update_aliases",
     )
+
+
+def test_a_compiled_call_is_a_node_whose_backward_can_be_put_in_another():
+    """The epilogue takes results last; the node of a call leads to the compiled backward; what is absent is None."""
+    probe = Probe()
+    model = thunder.jit(nn.Linear(2, 2), transforms=[probe])
+    outputs = model(torch.ones(1, 2, requires_grad=True))
+    node = outputs.grad_fn
+    names = type(node).__name__, type(node.next_functions[0][0]).__name__
+    relied_on(names == ("ThunderOutputFunctionBackward", "ThunderFunctionBackward"), "derivatives.py", f"nodes {names}")
+    returned = probe.computation.bound_symbols[-1].args[0]["output"]
+    count = len([r for r in returned if isinstance(r, TensorProxy)])
+    relied_on(len(probe.epilogue.args) >= count == 1, "derivatives.py", "the epilogue takes what is returned last")
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    first, _ = thunder.jit(Two())(torch.ones(1, 2))
+    node, given = first.grad_fn, []
+    node.set_materialize_grads(False)
+    inner = node.next_functions[0][0]
+    compiled = inner.compiled_backward
+
+    def backward(saved, gradients):
+        given.extend(gradients)
+        gradients[1] = torch.zeros_like(gradients[0])
+        return compiled(saved, gradients)
+
+    inner.compiled_backward = backward
+    first.sum().backward()
+    relied_on([g is None for g in given] == [False, True], "owed.py", "absent gradients of outputs arrive as None")

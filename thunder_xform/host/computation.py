@@ -7,7 +7,9 @@ bound symbols by hand. Operators called inside an edit are Thunder's own (:mod:`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import or_
 from typing import Any
 
 from thunder.core.proxies import Proxy, ProxyTag
@@ -20,6 +22,7 @@ from thunder_xform.errors import PipelineError
 from thunder_xform.host.editor import RETURN, UNPACK, Edit, Editor, Restore, unread, uses
 from thunder_xform.host.inputs import InputTable, updated_in_place
 from thunder_xform.host.operation import Operation
+from thunder_xform.host.owed import needs_gradient, outputs_reached
 from thunder_xform.host.random import runs_once
 
 Rewrite = Callable[[Operation, Edit], Any]
@@ -43,18 +46,18 @@ class Computation:
 
     @property
     def differentiable_parameters(self) -> tuple[str, ...]:
-        """Names of the trainable parameters from which a path leads to an output, in order of first use."""
-        live: set[str] = set()
-        for bsym in reversed(self._trace.bound_symbols):
-            if bsym.sym.id == RETURN:
-                live |= {p.name for p in self.outputs}
-            elif bsym.sym.id != UNPACK and any(o.name in live for o in bsym.flat_proxy_outs):
-                live |= {a.name for a in bsym.flat_proxy_args}
-        return tuple(
-            name
-            for name in self.parameters
-            if self._table.inputs[name].name in live and self._table.inputs[name].requires_grad
-        )
+        """Names of the trainable parameters to which a gradient leads from an output, in order of first use."""
+        reached = outputs_reached(self._trace)
+        inputs = self._table.inputs
+        return tuple(n for n in self.parameters if inputs[n].requires_grad and reached.get(inputs[n].name))
+
+    @property
+    def optional_parameters(self) -> tuple[str, ...]:
+        """Those of the differentiable parameters that get no gradient if only some outputs take part in the loss."""
+        reached = outputs_reached(self._trace)
+        every = functools.reduce(or_, (reached.get(a.name, 0) for a in self._trace.args if needs_gradient(a)), 0)
+        inputs = self._table.inputs
+        return tuple(n for n in self.differentiable_parameters if reached[inputs[n].name] != every)
 
     @property
     def outputs(self) -> tuple[Any, ...]:

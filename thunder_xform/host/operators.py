@@ -27,7 +27,16 @@ GradientRule = Callable[[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]], Seq
 class Operator:
     """An operator that can be called while a trace is edited. Made by :func:`operator`."""
 
-    __slots__ = ("_symbol", "collective", "linear_bias", "linear_weight", "name", "random", "side_effects")
+    __slots__ = (
+        "_symbol",
+        "collective",
+        "linear_bias",
+        "linear_weight",
+        "name",
+        "one_to_one",
+        "random",
+        "side_effects",
+    )
 
     def __init__(
         self,
@@ -37,6 +46,7 @@ class Operator:
         collective: bool,
         side_effects: bool,
         random: bool,
+        one_to_one: bool,
         linear_weight: int | None,
         linear_bias: int | None,
     ) -> None:
@@ -44,6 +54,7 @@ class Operator:
         self.collective = collective
         self.side_effects = side_effects
         self.random = random
+        self.one_to_one = one_to_one
         self.linear_weight = linear_weight
         self.linear_bias = linear_bias
         self._symbol = symbol
@@ -67,6 +78,7 @@ def operator(
     collective: bool = False,
     side_effects: bool = False,
     random: bool = False,
+    one_to_one: bool = False,
     linear_weight: int | None = None,
     linear_bias: int | None = None,
 ) -> Operator:
@@ -83,6 +95,8 @@ def operator(
         side_effects: in a gradient rule, keep the operator although nothing reads its outputs. Elsewhere something
             must read them: Thunder drops what leads to no output when it differentiates a trace.
         random: the operator draws random numbers. It never runs again in the backward: its outputs are kept for it.
+        one_to_one: each output is made of one input, the last of them in their order, as for the parameters of a
+            bucket: the gradient of each depends on that output alone.
         linear_weight: for an operator that stands for ``torch.nn.functional.linear``: the position of the
             argument that holds the weight, however encoded. The first argument is the input. Other plugins find
             such calls through :attr:`Operation.linear_weight`.
@@ -105,6 +119,7 @@ def operator(
         collective=collective,
         side_effects=side_effects,
         random=random,
+        one_to_one=one_to_one,
         linear_weight=linear_weight,
         linear_bias=linear_bias,
     )

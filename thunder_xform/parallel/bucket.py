@@ -15,6 +15,7 @@ import torch.distributed as dist
 from thunder_xform.parallel.accumulation import accumulates
 from thunder_xform.parallel.exchange import exchange
 from thunder_xform.parallel.layout import ShardLayout
+from thunder_xform.parallel.presence import Presence
 
 
 class ShardedBucket:
@@ -31,6 +32,11 @@ class ShardedBucket:
         reducing: called in every backward that reduces gradients of this bucket into ``.grad``, right before.
         gather_dtype: dtype on the wire of the all-gather; ``dtype`` if None.
         reduce_dtype: dtype in which gradients are accumulated and reduced; ``dtype`` if None.
+        unreached: gives the names that the backward under way does not reach on this rank; those that another rank
+            reaches are taken out.
+
+    Attributes:
+        optional: indices of the parameters that a backward may not reach; the same on all ranks.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class ShardedBucket:
         reducing: Callable[[], None] = lambda: None,
         gather_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        unreached: Callable[[], set[str]] = set,
     ) -> None:
         self.label = label
         self.names = tuple(names)
@@ -57,6 +64,8 @@ class ShardedBucket:
         self._exchange = exchange(self.layout, group, device, reduce_dtype or dtype, f"{label}: {self.names}")
         self._shards = shards
         self._reducing = reducing
+        self._unreached = unreached
+        self.optional: set[int] = set()
         self._flat = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
         self._stash: Any = None
         #: indices of the parameters with a gradient in the stash
@@ -116,7 +125,8 @@ class ShardedBucket:
         received = self._received(dict(zip(indices, gradients, strict=True)))
         if received:
             self._stash = self._exchange.accumulate(self._stash, received)
-            self._stashed.update(received)
+            unreached = self._unreached()
+            self._stashed.update(index for index in received if self.names[index] not in unreached)
 
     def start_scatter(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Start reducing ``gradients`` plus the stash, from within a backward; returns a token of the reduction.
@@ -128,7 +138,8 @@ class ShardedBucket:
         if received:
             self._reducing()
         if not received or self._stash is None:
-            return self._token(_Flight(self._exchange.reduce(None, given)))
+            presence = self._presence(given)
+            return self._token(_Flight(self._exchange.reduce(None, given), presence, frozenset(given)))
         return self._token(self._reduce_stash_and(received))
 
     def finish_scatter(
@@ -162,12 +173,22 @@ class ShardedBucket:
         """Start reducing the stash together with ``gradients``."""
         stash, stashed = self._stash, self._stashed
         self._stash, self._stashed = None, set()
-        return _Flight(self._exchange.reduce(stash, gradients), stashed.difference(gradients))
+        self._unreached().difference_update(self.names[index] for index in stashed.intersection(gradients))
+        presence = self._presence(gradients, stashed)
+        return _Flight(self._exchange.reduce(stash, gradients), presence, frozenset(gradients), frozenset(stashed))
+
+    def _presence(self, gradients: Mapping[int, torch.Tensor], stashed: Collection[int] = ()) -> Presence:
+        """Ask which of the optional parameters have a gradient, in what is reduced, on any rank."""
+        unreached = self._unreached()
+        reached = {index for index in gradients if self.names[index] not in unreached}.union(stashed)
+        return Presence({index: index in reached for index in sorted(self.optional)}, self.group, self.device)
 
     def _finish(self, flight: _Flight) -> torch.Tensor:
         """Wait for a reduction; returns the flat shard of averages, and keeps those that no operator takes."""
         reduced: torch.Tensor = flight.finish().div_(self.layout.world)
-        for index in flight.unclaimed:
+        elsewhere = flight.presence.elsewhere() if flight.presence else frozenset()
+        self._unreached().difference_update(self.names[index] for index in elsewhere & flight.claimed)
+        for index in (elsewhere | flight.stashed) - flight.claimed:
             gradient = self.layout.local(reduced, index, self.rank)
             earlier = self._unclaimed.get(index)
             self._unclaimed[index] = gradient if earlier is None else earlier + gradient
@@ -181,10 +202,16 @@ class ShardedBucket:
 
 
 class _Flight(NamedTuple):
-    """A gather or reduction under way, and the indices of reduced gradients that no operator takes."""
+    """A gather or reduction under way.
+
+    Of a reduction: which gradients other ranks have, the indices of those that an operator takes, and of those that
+    this rank accumulated.
+    """
 
     finish: Callable[[], Any]
-    unclaimed: Collection[int] = ()
+    presence: Presence | None = None
+    claimed: frozenset[int] = frozenset()
+    stashed: frozenset[int] = frozenset()
 
 
 def _land(token: torch.Tensor) -> _Flight:

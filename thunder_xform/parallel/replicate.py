@@ -7,7 +7,7 @@ comes after all of theirs, so the all-reduce of the bucket starts as soon as its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from thunder_xform.host.operators import operator, tensor_like
 from thunder_xform.parallel import collectives
 from thunder_xform.parallel.accumulation import accumulates
+from thunder_xform.parallel.presence import Presence
 
 
 class ReplicatedBucket:
@@ -27,6 +28,10 @@ class ReplicatedBucket:
         group: process group to average over.
         strays: gives parameters that this backward does not reach, but whose ``.grad`` may hold what other code paths
             of the model accumulated locally; it is averaged along with the bucket.
+        optional: names of those that a backward may not reach.
+        optional_strays: gives those of ``strays`` of which ranks may have no gradient.
+        unreached: gives the names that the backward under way does not reach on this rank; those that another rank
+            reaches are taken out.
     """
 
     def __init__(
@@ -35,13 +40,20 @@ class ReplicatedBucket:
         tensors: Callable[[], list[torch.Tensor]],
         group: dist.ProcessGroup,
         strays: Callable[[], list[torch.Tensor]] = list,
+        optional: Collection[str] = (),
+        optional_strays: Callable[[], list[torch.Tensor]] = list,
+        unreached: Callable[[], set[str]] = set,
     ) -> None:
         self.names = tuple(names)
         self.group = group
         self._tensors = tensors
         self._strays = strays
+        self._optional = frozenset(optional)
+        self._optional_strays = optional_strays
+        self._unreached = unreached
         self._world = dist.get_world_size(group)
         self._pending: dist.Work | None = None
+        self._presence: Presence | None = None
 
     def __repr__(self) -> str:
         return f"<bucket of {', '.join(self.names)}>"
@@ -51,17 +63,21 @@ class ReplicatedBucket:
         flat = torch.empty(sum(g.numel() for g in gradients), dtype=gradients[0].dtype, device=gradients[0].device)
         parameters = self._tensors()
         pieces = self._pieces(flat, gradients)
-        for piece, gradient, parameter in zip(pieces, gradients, parameters, strict=True):
+        present = dict.fromkeys(self.names, True) | dict.fromkeys(self._unreached(), False)
+        for name, piece, gradient, parameter in zip(self.names, pieces, gradients, parameters, strict=True):
             torch.div(gradient, self._world, out=piece)
             if parameter.grad is not None and accumulates(parameter):
                 # Accumulated without synchronization (or already averaged, then averaging changes nothing); autograd
                 # will put what this returns in its place.
                 piece.add_(parameter.grad, alpha=1.0 / self._world)
                 parameter.grad = None
+                present[name] = True
         strays = self._strays()
         if strays and any(map(accumulates, parameters)):
-            reduce_accumulated(strays, self.group, flat.nbytes)
+            reduce_accumulated(strays, self.group, flat.nbytes, self._optional_strays())
+        self._presence = Presence({n: present[n] for n in self.names if n in self._optional}, self.group, flat.device)
         self._pending = collectives.all_reduce(flat, self.group)
+        self._unreached().difference_update(name for name in self.names if present[name])
         return flat
 
     def finish(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -69,6 +85,9 @@ class ReplicatedBucket:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self._presence is not None:
+            self._unreached().difference_update(self._presence.elsewhere())
+            self._presence = None
         return tuple(self._pieces(flat, like))
 
     @staticmethod
@@ -77,8 +96,24 @@ class ReplicatedBucket:
         return [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]
 
 
-def reduce_accumulated(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup, max_bytes: int) -> None:
-    """Average the ``.grad`` of ``parameters`` over ``group``, in place and in pieces of ``max_bytes``. A collective."""
+def reduce_accumulated(
+    parameters: Iterable[torch.Tensor],
+    group: dist.ProcessGroup,
+    max_bytes: int,
+    optional: Sequence[torch.Tensor] = (),
+) -> None:
+    """Average the ``.grad`` of ``parameters`` over ``group``, in place and in pieces of ``max_bytes``. A collective.
+
+    Args:
+        parameters: the same on all ranks.
+        group: the ranks.
+        max_bytes: size of the pieces.
+        optional: those that may have a gradient on some ranks only, which counts as zeros on the others.
+    """
+    if optional:
+        here = {index: parameter.grad is not None for index, parameter in enumerate(optional)}
+        for index in Presence(here, group, optional[0].device).elsewhere():
+            optional[index].grad = torch.zeros_like(optional[index])
     world = dist.get_world_size(group)
     for chunk in collectives.in_chunks([p.grad for p in parameters if p.grad is not None], max_bytes):
         flat = torch.cat([g.reshape(-1) for g in chunk]).div_(world)
@@ -118,4 +153,5 @@ replicate = operator(
         *reduce_wait(inputs[0], reduce_start(inputs[0], *gradients), *inputs[1:]),
     ),
     collective=True,
+    one_to_one=True,
 )

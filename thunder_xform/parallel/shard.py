@@ -58,6 +58,7 @@ gather_wait = operator(
     fn=lambda bucket, indices, train, sync, token, *shards: bucket.finish_gather(indices, token, shards),
     backward=_gather_backward,
     collective=True,
+    one_to_one=True,
 )
 
 #: ``scatter_start(bucket, indices, *gradients) -> token of the reduction in flight``

@@ -80,6 +80,8 @@ class Session:
         self.checking = checking
         self.check: Any = None
         self.no_sync_depth = 0
+        #: parameters without a gradient in the backward under way, on this rank
+        self.unreached: set[str] = set()
         self.events: list[CompileEvent] = []
         self.attached = 0
         self.groups: list[Any] = []

@@ -9,6 +9,7 @@ from thunder_xform.errors import PipelineError
 from thunder_xform.host import foreign, functions, memory, verify
 from thunder_xform.host.computation import Computation
 from thunder_xform.host.conditions import conditions
+from thunder_xform.host.derivatives import attend_backward
 from thunder_xform.host.guards import insert_guard, with_argument_check, with_check, with_module_checks
 from thunder_xform.host.inplace import without_writes
 from thunder_xform.host.inputs import InputTable
@@ -65,7 +66,11 @@ class Stage(Transform):
             else:
                 table = session.table
             computation, table = table.advance(computation, index, session.names[index])
-            return *self._run_hooks(prologue, computation, table), epilogue_trace
+            prologue, computation = self._run_hooks(prologue, computation, table)
+            if index == len(session.plugins) - 1:
+                named = {proxy.name: name for name, proxy in session.table.inputs.items()}
+                epilogue_trace = attend_backward(epilogue_trace, computation, named, session.unreached)
+            return prologue, computation, epilogue_trace
 
     def _find_model(self, prologue: TraceCtx) -> tuple[str, ...] | None:
         """The prologue's proxies for the model: None if it is the model's own, empty if this call does not use it."""

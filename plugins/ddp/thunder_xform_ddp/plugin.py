@@ -20,6 +20,8 @@ class DDP(tx.Plugin[Options]):
         super().__init__(options)
         #: Parameters with gradients in code compiled under no_sync.
         self._accumulating: set[str] = set()
+        #: Parameters on which some outputs do not depend, so that ranks may have no gradient of them.
+        self._optional: set[str] = set()
 
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (parallel.process_group(self.options.process_group, "ddp"),)
@@ -47,6 +49,7 @@ class DDP(tx.Plugin[Options]):
 
     @tx.hookimpl
     def before_autograd(self, computation: tx.Computation, ctx: tx.Context) -> tx.Computation:
+        self._optional.update(computation.optional_parameters)
         if ctx.no_sync:
             self._accumulating.update(computation.differentiable_parameters)
             return computation
@@ -72,7 +75,15 @@ class DDP(tx.Plugin[Options]):
         def live(names: Sequence[str]) -> list[torch.Tensor]:
             return [ctx.tensor(name) for name in names]
 
-        bucket = parallel.ReplicatedBucket(names, lambda: live(names), self._group, lambda: live(strays()))
+        bucket = parallel.ReplicatedBucket(
+            names,
+            lambda: live(names),
+            self._group,
+            lambda: live(strays()),
+            self._optional.intersection(names),
+            lambda: live([name for name in strays() if name in self._optional]),
+            lambda: ctx.unreached,
+        )
         return names, lambda *stored: parallel.replicate(bucket, *stored)
 
     @tx.hookimpl
@@ -82,7 +93,8 @@ class DDP(tx.Plugin[Options]):
     @tx.hookimpl
     def sync_gradients(self, ctx: tx.Context) -> None:
         cap = int(self.options.bucket_cap_mb * 2**20)
-        parallel.reduce_accumulated(ctx.parameters.values(), self._group, cap)
+        optional = [ctx.tensor(name) for name in sorted(self._optional)]
+        parallel.reduce_accumulated(ctx.parameters.values(), self._group, cap, optional)
 
 
 def _refuse_source(source: int | None, world: int) -> None:

@@ -71,6 +71,7 @@ class FSDP(tx.Plugin[Options]):
             self._leftovers.request,
             wire_dtype,
             getattr(torch, options.reduce_dtype) if options.reduce_dtype else None,
+            unreached=lambda: ctx.unreached,
         )
         layout = f"rows {bucket.rank}/{bucket.layout.world}"
         for index, name in enumerate(names):
@@ -113,6 +114,10 @@ class FSDP(tx.Plugin[Options]):
         for name in computation.parameters:
             if name in self._home:
                 used.setdefault(id(self._home[name][0]), []).append(name)
+        for name in computation.optional_parameters:
+            if name in self._home:
+                bucket, index = self._home[name]
+                bucket.optional.add(index)
         sync = self._synchronizes(ctx)
         groups = [self._gathering(names, trained, sync) for names in used.values()]
         return computation.restore(groups, recompute=self.options.zero == 3)
