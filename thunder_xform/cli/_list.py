@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from thunder_xform import registry
-from thunder_xform.cli._output import error_data, print_json, print_table, say
+from thunder_xform.cli._output import error_data, print_json, print_table
 
 __all__ = ["record_data", "run"]
 
@@ -23,9 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
     print_table(("NAME", "STATUS", "STAGE", "DISTRIBUTION", "VERSION", "SUMMARY"), map(_row, records))
     for record in records:
         if record.error is not None and record.status != "denied":
-            say(f"\n{record.name} [{record.origin}] is {record.status}: {record.error}")
+            print(f"\n{record.name} [{record.origin}] is {record.status}: {record.error}")
         for other in record.shadowed:
-            say(f"\n{record.name} [{record.origin}] hides {record.distribution} {other}")
+            print(f"\n{record.name} [{record.origin}] hides {record.distribution} {other}")
     return 0
 
 

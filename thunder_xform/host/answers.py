@@ -19,6 +19,7 @@ from thunder.core.interpreter import (
     call_opaque,
     get_interpretercompilectx,
     get_interpreterruntimectx,
+    interpreter_needs_wrap,
     wrap_const,
 )
 from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
@@ -65,7 +66,8 @@ class Answers:
 
     def wrapped_lookasides(self) -> dict[Any, Callable[..., Any]]:
         """The same for functions that are given the interpreter's own values."""
-        return {getattr: _getattr, bool: _bool}
+        chooses = {fn: functools.partial(_chosen, fn) for fn in (max, min, sorted)}
+        return {getattr: _getattr, hasattr: _hasattr, bool: _bool, **chooses}
 
     def begin(self) -> None:
         """Answer ``is`` in the trace that is under way."""
@@ -110,7 +112,13 @@ class Answers:
             return functools.partial(call_opaque, functools.partial(self._of_layout, name, tensor))
         if name in _HOOKS:
             return functools.partial(call_opaque, functools.partial(_hook, name))
-        return TensorProxy.__getattr__(tensor, name)
+        try:
+            return TensorProxy.__getattr__(tensor, name)
+        except AttributeError as error:
+            if _has(tensor, name):
+                # No AttributeError, of which code takes that tensors have no such attribute.
+                raise NotImplementedError(str(error)) from error
+            raise
 
     def _of_layout(self, name: str, tensor: TensorProxy, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._eager(tensor, f"asks for {name}() of"), name)(*args, **kwargs)
@@ -162,15 +170,38 @@ def _getattr(owner: Any, name: Any, *default: Any) -> Any:
     return _general_jit_lookaside_map[getattr](owner, name, *default)
 
 
+def _hasattr(owner: Any, name: Any) -> Any:
+    if isinstance(owner.value, TensorProxy):
+        return wrap_const(_has(owner.value, name.value))
+    return _general_jit_lookaside_map[hasattr](owner, name)
+
+
+def _has(tensor: TensorProxy, name: str) -> bool:
+    proxied = get_interpreterruntimectx()._proxied_values
+    original = next((w.original_value for w in proxied if w.value is tensor), None)
+    return hasattr(torch.Tensor, name) or name in vars(tensor) or hasattr(original, name)
+
+
 def _bool(*args: Any) -> Any:
-    if args and isinstance(args[0].value, NumberProxy) and _is_unknown(args[0].value):
+    if args:
+        _refuse_unknown(args[0].value)
+    return _general_jit_lookaside_map[bool](*args)
+
+
+def _chosen(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    for leaf in tree_leaves([argument.value for argument in args]):
+        _refuse_unknown(leaf)
+    return interpreter_needs_wrap(fn)(*args, **kwargs)
+
+
+def _refuse_unknown(number: Any) -> None:
+    if isinstance(number, NumberProxy) and _is_unknown(number):
         where = place()
         raise TracingError(
             f"The model decides by a number that is only known when it runs ({where}).",
             "Compute both ways and choose with torch.where, or take the decision outside of forward.",
             place=where,
         )
-    return _general_jit_lookaside_map[bool](*args)
 
 
 def _is_unknown(number: NumberProxy) -> bool:

@@ -24,13 +24,14 @@ from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
 
-from thunder_xform.errors import PipelineError
+from thunder_xform.errors import PipelineError, XformError
 from thunder_xform.host.answers import Answers
 from thunder_xform.host.ledger import Ledger
-from thunder_xform.host.places import place
+from thunder_xform.host.places import in_users_code, place
 from thunder_xform.host.reachable import MEMBERS, OF_TORCH, Reachable
 from thunder_xform.host.stamp import MISSING, Stamp, expected, spelled
 from thunder_xform.host.surroundings import is_logging, unrepeatable, write_log
+from thunder_xform.host.untraceable import Judge
 
 _MUTATORS = {
     dict: "__setitem__ __delitem__ __ior__ clear pop popitem setdefault update",
@@ -103,6 +104,7 @@ class Watch:
         self._ledger = ledger
         self._unrepeatable = unrepeatable()
         self._tracing: Any = None
+        self._judge: Judge | None = None
         self._reachable = Reachable(torch.nn.Module())
         self._setting = 0
         self._writes: dict[Hashable, Write] = {}
@@ -117,7 +119,7 @@ class Watch:
             delattr: self._delete,
             object.__setattr__: lambda *_: None,
             torch.nn.Parameter: self._make_parameter,
-            bool: lambda *_: None,
+            **dict.fromkeys((bool, max, min, sorted), lambda *_: None),
             next: self._advance,
             iter: self._advance,
             **dict.fromkeys(self._unrepeatable, self._draw),
@@ -139,6 +141,11 @@ class Watch:
         table |= {fn: interpreter_needs_wrap(answer) for fn, answer in self.answers.lookasides().items()}
         table |= self.answers.wrapped_lookasides()
         add_lookasides(table, self.lookasides(), interpreter_needs_wrap)
+
+    def refusal(self) -> XformError | None:
+        """Why the trace that was just made cannot be compiled, if the model's code caught that; told once."""
+        judge, self._judge = self._judge, None
+        return judge.refusal if judge else None
 
     @property
     def writes(self) -> tuple[Write, ...]:
@@ -198,6 +205,7 @@ class Watch:
         tracing = get_jit_ctx()
         if tracing is not self._tracing:
             self.answers.begin()
+            self._judge = Judge()
             self._tracing, self._reachable = tracing, Reachable(self._root)
             self._writes, self._reads = {}, {}
 
@@ -277,7 +285,8 @@ class Watch:
             self._refuse(f"advances a {type(iterator.value).__name__} that is not its own")
 
     def _draw(self, fn: Any, *args: Any) -> None:
-        self._refuse(f"reads {self._unrepeatable[fn]}", "Draw with PyTorch's operators, or pass it as an argument.")
+        if in_users_code():
+            self._refuse(f"reads {self._unrepeatable[fn]}", "Draw with PyTorch's operators, or pass it as an argument.")
 
     # -- notes -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from thunder.core.interpreter import get_interpreterruntimectx
 
 _OURS = ("thunder.", "thunder_xform.")
 # Functions of these are called by users, who did not write them.
-_LIBRARIES = ("torch.nn.modules.module", "random")
+_LIBRARIES = ("torch.", "random.")
 
 
 def place() -> str:
@@ -25,11 +25,10 @@ def in_users_code() -> bool:
 
 def place_of(frames: Iterable[Any]) -> str:
     """The same for given frames of Thunder's interpreter, outermost first."""
-    for frame in reversed(list(frames)):
-        name = _module(frame)
-        if not name.startswith(_OURS) and name not in _LIBRARIES:
-            line = frame.positions.lineno if frame.positions else frame.code.co_firstlineno
-            return spelled_place(frame.code.co_filename, line)
+    frames = [frame for frame in frames if not _module(frame).startswith(_OURS)]
+    for frame in [f for f in reversed(frames) if not _module(f).startswith(_LIBRARIES)] or frames[-1:]:
+        line = frame.positions.lineno if frame.positions else frame.code.co_firstlineno
+        return spelled_place(frame.code.co_filename, line)
     return "unknown place"
 
 
@@ -40,4 +39,4 @@ def spelled_place(file: str, line: int) -> str:
 
 
 def _module(frame: Any) -> str:
-    return str(getattr(frame.globals, "value", frame.globals).get("__name__", ""))
+    return str(getattr(frame.globals, "value", frame.globals).get("__name__", "")) + "."

@@ -19,6 +19,7 @@ from thunder.core.module import ThunderModule
 
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.functions import adopt
+from thunder_xform.host.untraceable import explain
 
 _SESSION = "_thunder_xform_session"
 _LEFT_ALONE = "_thunder_xform_left_alone"
@@ -52,12 +53,16 @@ class TransformedModule(ThunderModule):
         session.optimizers.look_again()
         if session.assigned.changed:
             with session.assigned.shown():
-                return self._run(session.check, args, kwargs)
-        return self._run(session.check, args, kwargs)
+                return self._run(session, args, kwargs)
+        return self._run(session, args, kwargs)
 
-    def _run(self, check: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = self._forward_fn
-        return call(*args, **kwargs) if check is None else check.call(call, args, kwargs)
+    def _run(self, session: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call, check = self._forward_fn, session.check
+        try:
+            return call(*args, **kwargs) if check is None else check.call(call, args, kwargs)
+        except Exception as error:
+            explain(error, self._model, session.watch.refusal())
+            raise
 
     def __getattr__(self, name: str) -> Any:
         session = self.__dict__.get(_SESSION)

@@ -53,6 +53,8 @@ class Stage(Transform):
             session.roots = self._find_model(prologue)
             if session.roots != ():
                 functions.observe(session)
+                if refusal := session.watch.refusal():
+                    raise refusal
                 stamp, read = session.watch.stamp()
                 session.begin(read | conditions(prologue))
             if session.roots and session.check is not None:
