@@ -60,7 +60,7 @@ def set_namespace(self, x):
         (set_item, "'table', a ndarray, while it runs"),
         (set_byte, "'bytes', a bytearray, while it runs"),
         (set_namespace, "'state', a SimpleNamespace, while it runs"),
-        (add_out, "'table' in place while it runs"),
+        (add_out, "table in place while it runs"),
     ],
 )
 def test_a_forward_that_changes_one_is_refused(function, what):

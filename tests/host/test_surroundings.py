@@ -2,8 +2,10 @@
 
 import itertools
 import logging
+import os
 import random
 import time
+import types
 
 import numpy
 import pytest
@@ -84,3 +86,61 @@ def test_what_forward_makes_is_its_own():
     torch.testing.assert_close(model(x), model.linear(x) * 5.0)
     model.train()
     assert not torch.equal(model(x), model(x))
+
+
+# -- globals ---------------------------------------------------------------------------------------------------------
+
+SCALES = [1.0]
+OPTIONS = {"a": 1.0}
+CHOSEN = {1.0}
+CONSTANTS = types.SimpleNamespace(act=torch.relu, scales=[1.0])
+TABLE = numpy.ones(2)
+
+
+def over_scales(self, x):
+    for scale in SCALES:
+        x = x * (1 + scale)
+    return x
+
+
+def closing():
+    held = [1.0]
+    return lambda self, x: x * len(held), held.append
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        (lambda self, x: x * len(SCALES), SCALES.append),
+        (over_scales, SCALES.append),
+        (lambda self, x: x * SCALES[-1], SCALES.append),
+        (lambda self, x: x * sum(OPTIONS.values()), lambda v: OPTIONS.update({str(v): v})),
+        (lambda self, x: x * 2 if "new" in OPTIONS else x, lambda v: v == 2.0 and OPTIONS.update(new=v)),
+        (lambda self, x: x * 2 if 2.0 in CHOSEN else x, CHOSEN.add),
+        (lambda self, x: x * float(TABLE[0]), TABLE.fill),
+        (lambda self, x: CONSTANTS.act(x), lambda v: setattr(CONSTANTS, "act", [torch.tanh, torch.sin][int(v) % 2])),
+        (lambda self, x: x * len(CONSTANTS.scales), CONSTANTS.scales.append),
+        (
+            lambda self, x: x * float(os.environ.get("XFORM_SCALE", "1")),
+            lambda v: os.environ.update(XFORM_SCALE=str(v)),
+        ),
+        closing(),
+    ],
+)
+def test_what_global_names_lead_to_is_followed(function, change, monkeypatch):
+    monkeypatch.setenv("XFORM_SCALE", "1")
+    model = compiled(function)
+    x = torch.randn(2, 4)
+    for value in (None, 2.0, 3.0):
+        if value is not None:
+            change(value)
+        torch.testing.assert_close(model(x), function(model, model.linear(x)))
+    misses = thunder.cache_misses(model)
+    model(x)
+    assert thunder.cache_misses(model) == misses
+
+
+def test_a_global_that_numpy_changes_is_refused():
+    model = compiled(lambda self, x: x * float(numpy.add(TABLE, 1, out=TABLE)[0]))
+    with pytest.raises(PipelineError, match="Net changes a ndarray in place while it runs, which compiled code cannot"):
+        model(torch.randn(2, 4))

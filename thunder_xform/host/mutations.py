@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import collections
 import logging
+import os
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from thunder.core.pytree import tree_flatten
 from thunder_xform.errors import PipelineError, XformError
 from thunder_xform.host.answers import Answers
 from thunder_xform.host.ledger import Ledger
+from thunder_xform.host.outside import Outside
 from thunder_xform.host.places import in_users_code, place
 from thunder_xform.host.reachable import MEMBERS, OF_TORCH, Reachable
 from thunder_xform.host.stamp import MISSING, Stamp, expected, spelled
@@ -109,6 +111,7 @@ class Watch:
         self._setting = 0
         self._writes: dict[Hashable, Write] = {}
         self._reads: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self._outside = Outside()
 
     def lookasides(self) -> dict[Any, Callable[..., Any]]:
         """What Thunder's interpreter is to call in place of functions that change things."""
@@ -122,6 +125,7 @@ class Watch:
             **dict.fromkeys((bool, max, min, sorted), lambda *_: None),
             next: self._advance,
             iter: self._advance,
+            type(os.environ).__getitem__: lambda *call: self._outside.environment(*call),
             **dict.fromkeys(self._unrepeatable, self._draw),
         }
         for kind, names in _MUTATORS.items():
@@ -155,24 +159,26 @@ class Watch:
     def take(self) -> tuple[Write, ...]:
         """:attr:`writes`, and forget the trace."""
         taken = self.writes
-        self._writes, self._reads, self._tracing = {}, {}, None
+        self._writes, self._reads, self._outside, self._tracing = {}, {}, Outside(), None
         self._reachable = Reachable(torch.nn.Module())
         return taken
 
     def stamp(self) -> tuple[Stamp, dict[str, str]]:
         """What the trace that was just made read of attributes; and in words, by name."""
         described = {}
-        for owner, name, read in self._reads.values():
-            if not read == vars(owner).get(name, MISSING):
-                raise PipelineError(
-                    f"{type(self._root).__name__} changes {self._path(owner, name)!r} in place while it runs, which "
-                    "compiled code cannot repeat.",
-                    _ELSEWHERE,
-                )
+        for owner, name, _ in self._reads.values():
             if name in vars(owner):
                 subject, value = spelled(self._reachable.labels.get(id(owner), ""), name, vars(owner)[name])
                 described[subject] = value
-        return Stamp(self._reads.values(), self._root.modules()), described
+        changed = [self._path(o, n) for o, n, value in self._reads.values() if value != vars(o).get(n, MISSING)]
+        changed += [f"a {type(d.get(k)).__name__}" for d, k, value in self._outside.reads if value != d.get(k, MISSING)]
+        if changed:
+            raise PipelineError(
+                f"{type(self._root).__name__} changes {changed[0]} in place while it runs, which compiled code cannot "
+                "repeat.",
+                _ELSEWHERE,
+            )
+        return Stamp(self._reads.values(), self._outside.reads, self._root.modules()), described
 
     # -- what the interpreter calls ----------------------------------------------------------------------------------
 
@@ -207,7 +213,8 @@ class Watch:
             self.answers.begin()
             self._judge = Judge()
             self._tracing, self._reachable = tracing, Reachable(self._root)
-            self._writes, self._reads = {}, {}
+            self._writes, self._reads, self._outside = {}, {}, Outside()
+            self._outside.begin()
 
     def _note(self) -> None:
         """Leave our notes in place of Thunder's own."""
@@ -225,8 +232,10 @@ class Watch:
 
     def _read(self, fn: Any, owner: Any, name: Any, *default: Any) -> None:
         target, label = owner.value, name.value
-        if id(target) not in self._reachable.labels or not hasattr(target, "__dict__") or label.startswith("__"):
+        if not hasattr(target, "__dict__") or label.startswith("__"):
             return
+        if id(target) not in self._reachable.labels:
+            return self._outside.attribute(owner, label)
         if (id(target), label) in self._writes or (id(target), label) in self._reads:
             return
         if isinstance(target, torch.nn.Module):

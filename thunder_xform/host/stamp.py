@@ -79,11 +79,17 @@ class Stamp:
 
     Args:
         reads: an object, the name of an attribute, and :func:`expected` of it when it was read.
+        outside: the same of other dictionaries and keys in them.
         modules: all modules; a hook that is added to one changes what the model computes.
     """
 
-    def __init__(self, reads: Iterable[tuple[Any, str, Any]], modules: Iterable[torch.nn.Module]) -> None:
-        own: list[tuple[dict[str, Any], str, Any]] = []
+    def __init__(
+        self,
+        reads: Iterable[tuple[Any, str, Any]],
+        outside: Iterable[tuple[dict[Any, Any], Any, Any]],
+        modules: Iterable[torch.nn.Module],
+    ) -> None:
+        own: list[tuple[dict[Any, Any], Any, Any]] = [*outside]
         inherited: list[tuple[type, str]] = []
         for owner, name, value in reads:
             own.append((vars(owner), name, value))

@@ -36,9 +36,9 @@ class PluginHooks:
         self._contexts = contexts
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs.Hooks)
-        own, wrappers = zip(*map(implementations, plugins), strict=True)
-        self._own: tuple[Implementations, ...] = own
-        for part in (*own, *wrappers, Timing()):
+        parts = [implementations(plugin) for plugin in plugins]
+        self._own: tuple[Implementations, ...] = tuple(own for own, _ in parts)
+        for part in (*self._own, *(wrappers for _, wrappers in parts), Timing()):
             self._manager.register(part)
 
     def observe(self, observer: object) -> None:

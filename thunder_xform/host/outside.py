@@ -1,0 +1,78 @@
+"""What a trace reads that neither its model nor its arguments hold, and that Thunder does not compare."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from types import ModuleType
+from typing import Any
+
+from thunder.core.interpreter import get_interpretercompilectx
+
+from thunder_xform.host.reachable import ARRAYS
+from thunder_xform.host.stamp import MISSING, expected
+
+_CONTAINERS = (list, dict, set, deque, *ARRAYS)
+_LOADS = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_ENVIRONMENT: Any = os.environ
+
+
+class Outside:
+    """Containers that global names lead to, callables of global objects, and the environment, as a trace read them.
+
+    Attributes:
+        reads: a dictionary, a key in it, and ``stamp.expected`` of what it held when it was read.
+    """
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._seen: set[int] = set()
+
+    def begin(self) -> None:
+        """Watch the trace that is under way."""
+        compiling = get_interpretercompilectx()
+        interpret = compiling._opcode_interpreter
+
+        def interpreted(inst: Any, /, **state: Any) -> Any:
+            result = interpret(inst, **state)
+            if inst.opname in _LOADS and state["stack"]:
+                self._contents(state["stack"].getitem_wrapped(-1))
+            return result
+
+        compiling._opcode_interpreter = interpreted
+
+    def attribute(self, owner: Any, name: str) -> None:
+        """Compare from now on what an object holds under a name, if it is a container or can be called.
+
+        Numbers, strings and None are Thunder's to compare.
+        """
+        holder = owner.value
+        if isinstance(holder, type) or holder is _ENVIRONMENT or not hasattr(holder, "__dict__"):
+            return
+        held = vars(holder).get(name, MISSING)
+        mutable = isinstance(held, _CONTAINERS) or (callable(held) and not _is_torch(holder))
+        if mutable and is_global(owner.provenance):
+            self.reads.append((vars(holder), name, expected(held)))
+
+    def environment(self, fn: Any, environment: Any, name: Any) -> None:
+        """Compare a variable of the environment from now on."""
+        data, key = _ENVIRONMENT._data, _ENVIRONMENT.encodekey(name.value)
+        self.reads.append((data, key, data.get(key, MISSING)))
+
+    def _contents(self, container: Any) -> None:
+        value = container.value if container.original_value is container.nothing else container.original_value
+        if isinstance(value, _CONTAINERS) and id(value) not in self._seen and is_global(container.provenance):
+            self._seen.add(id(value))
+            self.reads.append(({"": value}, "", expected(value)))
+
+
+def _is_torch(holder: Any) -> bool:
+    return isinstance(holder, ModuleType) and holder.__name__.partition(".")[0] in ("torch", "thunder")
+
+
+def is_global(provenance: Any, steps: int = 0) -> bool:
+    """Whether something is reached from the traced function itself, through its globals or what it closes over."""
+    inst = getattr(provenance.inst, "value", provenance.inst)
+    if inst == "INPUT_FN":
+        return steps > 0
+    return inst in ("LOAD_ATTR", "BINARY_SUBSCR") and is_global(provenance.inputs[0], steps + 1)
