@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 
 from thunder_xform.errors import DuplicateClaimError, UnknownNameError, XformError, spell
 from thunder_xform.manifest import Manifest
 from thunder_xform.registry._advice import installation
 from thunder_xform.registry._host import check_host
+from thunder_xform.registry._index import Index
 from thunder_xform.registry._policy import Policy
 from thunder_xform.registry._record import Record, normalize
 
@@ -31,6 +33,8 @@ class Catalog:
         for record in self.records:
             if record.status != "denied" or record.name not in self._by_name:
                 self._by_name[record.name] = record
+        self._by_meant = {record.meant: record for record in self.records if record.meant}
+        self._announced = Index(record.manifest for record in self.records if record.manifest)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,7 +43,7 @@ class Catalog:
 
     def find(self, name: str) -> Record | None:
         """The record that `name` means, usable or not."""
-        return self._by_name.get(name) or next((record for record in self.records if record.meant == name), None)
+        return self._by_name.get(name) or self._by_meant.get(name)
 
     def get(self, name: str) -> tuple[Record, Manifest]:
         """The usable record of `name`. Raises `UnknownNameError`, or the error that makes it unusable."""
@@ -57,18 +61,16 @@ class Catalog:
 
     def matching(self, pattern: str) -> tuple[str, ...]:
         """The usable plugins that `pattern` names, or that provide the capability it names, sorted."""
-        return tuple(
-            name
-            for name, record in self._by_name.items()
-            if self.usable(name)
-            and record.manifest
-            and not record.manifest.is_bundle
-            and record.manifest.matches(pattern)
-        )
+        return tuple(self._usable.names(pattern))
+
+    @cached_property
+    def _usable(self) -> Index:
+        manifests = (record.manifest for name, record in self._by_name.items() if self.usable(name))
+        return Index(manifest for manifest in manifests if manifest and not manifest.is_bundle)
 
     def means_something(self, pattern: str) -> bool:
         """Whether `pattern` names any announced plugin or capability, usable or not."""
-        return any(r.manifest.matches(pattern) if r.manifest else r.name == pattern for r in self.records)
+        return pattern in self._by_name or bool(self._announced.names(pattern))
 
     def owner(self, cls: type, field: str) -> tuple[Record, Manifest] | None:
         """The usable record whose `field` (``plugin`` or ``options``) is the already imported class `cls`."""

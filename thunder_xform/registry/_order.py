@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from thunder_xform.errors import CycleError, spell
 from thunder_xform.manifest import STAGES
+from thunder_xform.registry._index import Index
 from thunder_xform.registry.step import Step
 
 __all__ = ["Edge", "Graph"]
@@ -30,17 +31,14 @@ class Edge:
 
 
 class Graph:
-    """The edges between the steps of one pipeline.
-
-    With n plugins there are at most n*n stage edges; pipelines are short, and uniform edges keep `path` and
-    the cycle search free of special cases.
-    """
+    """The order between the steps of one pipeline: the edges that somebody wrote, and the stages, which need none."""
 
     def __init__(self, steps: Iterable[Step], user_edges: Sequence[tuple[str, str]] = ()) -> None:
         self._steps = {step.name: step for step in sorted(steps, key=_rank)}
+        self._index = Index(step.manifest for step in self._steps.values())
         self._edges: dict[str, dict[str, Edge]] = {name: {} for name in self._steps}
-        # The first edge between two steps is kept: what somebody wrote explains more than the stages do.
-        for edge in (*self._user(user_edges), *self._declared(), *self._staged()):
+        # The first edge between two steps is kept.
+        for edge in (*self._user(user_edges), *self._declared()):
             self._edges[edge.first].setdefault(edge.then, edge)
 
     def order(self) -> tuple[str, ...]:
@@ -56,41 +54,72 @@ class Graph:
         for successors in self._edges.values():
             for name in successors:
                 waiting[name] += 1
-        ready = [(_rank(self._steps[name]), name) for name, count in waiting.items() if not count]
-        heapq.heapify(ready)
         order: list[str] = []
-        while ready:
-            _, name = heapq.heappop(ready)
-            order.append(name)
-            for successor in self._edges[name]:
-                waiting[successor] -= 1
-                if not waiting[successor]:
-                    heapq.heappush(ready, (_rank(self._steps[successor]), successor))
-        if len(order) < len(self._steps):
-            raise self._cycle()
+        for names in self._stages():
+            ready = [(_rank(self._steps[name]), name) for name in names if not waiting[name]]
+            heapq.heapify(ready)
+            done = 0
+            while ready:
+                _, name = heapq.heappop(ready)
+                order.append(name)
+                done += 1
+                for successor in self._edges[name]:
+                    waiting[successor] -= 1
+                    if not waiting[successor] and self._stage(successor) == self._stage(name):
+                        heapq.heappush(ready, (_rank(self._steps[successor]), successor))
+            if done < len(names):
+                raise self._cycle()
         return tuple(order)
 
     def path(self, first: str, then: str) -> tuple[Edge, ...]:
-        """A shortest chain of edges from `first` to `then`; empty where nothing orders them that way."""
+        """A shortest chain of edges from `first` to `then`, of a graph that has an order; empty where nothing does."""
+        if edge := self._edges[first].get(then):
+            return (edge,)
+        if self._stage(first) < self._stage(then):
+            return (self._staged(first, then),)
+        return self._search(first, then, ())
+
+    def _search(self, first: str, then: str, stages: Sequence[Sequence[str]]) -> tuple[Edge, ...]:
+        """A shortest chain of edges that were written, and of those between `stages`."""
+        unseen = dict(enumerate(stages))
         arrived: dict[str, Edge] = {}
         queue = deque([first])
         while queue and then not in arrived:
             name = queue.popleft()
-            for successor, edge in sorted(self._edges[name].items()):
+            explicit = self._edges[name]
+            # Everything in later stages follows; nothing of it is new a second time.
+            later = [stage for stage in unseen if stage > self._stage(name)]
+            staged = [n for stage in later for n in unseen.pop(stage)]
+            for successor in sorted({*explicit, *staged}):
                 if successor not in arrived:
-                    arrived[successor] = edge
+                    arrived[successor] = explicit.get(successor) or self._staged(name, successor)
                     queue.append(successor)
         if then not in arrived:
             return ()
         chain = [arrived[then]]
-        while chain[0].first != first:
-            chain.insert(0, arrived[chain[0].first])
-        return tuple(chain)
+        while chain[-1].first != first:
+            chain.append(arrived[chain[-1].first])
+        return tuple(reversed(chain))
+
+    def unordered(self) -> dict[str, int]:
+        """For each step the set of those that nothing orders it against: bit i is the i-th name in sorted order."""
+        bits = {name: 1 << i for i, name in enumerate(sorted(self._steps))}
+        settled = {name: bits[name] for name in self._steps}
+        order = self.order()
+        for sequence, edges in ((reversed(order), self._edges), (order, self._reversed())):
+            reached: dict[str, int] = {}
+            for name in sequence:
+                reached[name] = 0
+                for other in edges[name]:
+                    reached[name] |= bits[other] | reached[other]
+                settled[name] |= reached[name]
+        stages = [sum(bits[name] for name in names) for names in self._stages()]
+        return {name: stages[self._stage(name)] & ~settled[name] for name in self._steps}
 
     def _user(self, pairs: Sequence[tuple[str, str]]) -> Iterator[Edge]:
         for pair in pairs:
             firsts, thens = (self._matching(pattern) for pattern in pair)
-            if pair[0] == pair[1] or (firsts == thens and len(firsts) == 1):
+            if pair[0] == pair[1] or (list(firsts) == list(thens) and len(firsts) == 1):
                 name = firsts[0] if firsts else pair[0]
                 raise CycleError(
                     f"the order of {name} contradicts itself: {name!r} runs before {name!r} [edges=[{pair!r}]].",
@@ -109,18 +138,34 @@ class Graph:
                 source = f"{step.origin}: before = [{pattern!r}]"
                 yield from (Edge(name, other, "declared", source) for other in self._matching(pattern) if other != name)
 
-    def _staged(self) -> Iterator[Edge]:
-        for a in self._steps.values():
-            for b in self._steps.values():
-                if _rank(a)[0] < _rank(b)[0]:
-                    source = f"{a.origin}: stage = {a.manifest.stage!r}; {b.origin}: stage = {b.manifest.stage!r}"
-                    yield Edge(a.name, b.name, "stage", source)
+    def _staged(self, a: str, b: str) -> Edge:
+        first, then = self._steps[a], self._steps[b]
+        source = f"{first.origin}: stage = {first.manifest.stage!r}; {then.origin}: stage = {then.manifest.stage!r}"
+        return Edge(a, b, "stage", source)
 
-    def _matching(self, pattern: str) -> list[str]:
-        return [name for name, step in self._steps.items() if step.manifest.matches(pattern)]
+    def _stage(self, name: str) -> int:
+        return _rank(self._steps[name])[0]
+
+    def _stages(self) -> list[list[str]]:
+        """The names in each stage, in order."""
+        stages: list[list[str]] = [[] for _ in STAGES]
+        for name in self._steps:
+            stages[self._stage(name)].append(name)
+        return stages
+
+    def _reversed(self) -> dict[str, list[str]]:
+        predecessors: dict[str, list[str]] = {name: [] for name in self._steps}
+        for name, successors in self._edges.items():
+            for successor in successors:
+                predecessors[successor].append(name)
+        return predecessors
+
+    def _matching(self, pattern: str) -> Sequence[str]:
+        return self._index.names(pattern)
 
     def _cycle(self) -> CycleError:
-        cycles = (self.path(name, name) for name in self._steps)
+        stages = self._stages()
+        cycles = (self._search(name, name, stages) for name in self._steps)
         cycle = min(filter(None, cycles), key=len)
         names = tuple(edge.first for edge in cycle)
         culprit = "your `edges`" if any(edge.kind == "user" for edge in cycle) else "these declarations"

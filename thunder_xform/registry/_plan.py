@@ -68,7 +68,8 @@ def make_plan(
     graph = Graph(steps, user_edges)
     order = graph.order()
     check_effects(steps, graph)
-    return Resolution(tuple(sorted(steps, key=lambda step: order.index(step.name))), user_edges)
+    position = {name: i for i, name in enumerate(order)}
+    return Resolution(tuple(sorted(steps, key=lambda step: position[step.name])), user_edges)
 
 
 def _read_edge(edge: object, catalog: Catalog) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from thunder_xform.errors import RequestSyntaxError
@@ -82,19 +82,24 @@ class _Parser:
                 ) from None
             column = max((getattr(error, "offset", None) or 2) - 2, 0)
             self._fail(min(column, len(self._text)), "is not understood")
-        return list(self._terms(tree.body))
+        # The operands of a sum nest to the left, as deep as there are plugins.
+        pending, terms = [tree.body], []
+        while pending:
+            match pending.pop():
+                case ast.BinOp(left=left, op=ast.Add(), right=right):
+                    pending += (right, left)
+                case node:
+                    terms.append(self._term(node))
+        return terms
 
-    def _terms(self, node: ast.expr) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _term(self, node: ast.expr) -> tuple[str, dict[str, Any]]:
         import ast
 
         match node:
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                yield from self._terms(left)
-                yield from self._terms(right)
             case ast.Name(id=name):
-                yield name, {}
+                return name, {}
             case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
-                yield name, self._options(name, keywords)
+                return name, self._options(name, keywords)
             case ast.Call(func=ast.Name(id=name), args=[first, *_]):
                 self._fail(first.col_offset - 1, f"gives {name!r} an option without its name")
             case _:

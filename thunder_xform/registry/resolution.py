@@ -59,15 +59,23 @@ class Resolution:
         """
         refuse_twice(a, b)
         for name in (a, b):
-            if name not in self.order:
+            if name not in self._position:
                 raise UnknownNameError(
                     f"{name!r} is not in this pipeline.{closest(name, self.order)}",
                     f"It consists of {spell(self.order)}." if self.order else "It is empty.",
                     name=name,
                     known=self.order,
                 )
-        first, then = sorted((a, b), key=self.order.index)
-        return Explanation(first, then, Graph(self.steps, self.edges).path(first, then))
+        first, then = sorted((a, b), key=self._position.__getitem__)
+        return Explanation(first, then, self._graph.path(first, then))
+
+    @cached_property
+    def _graph(self) -> Graph:
+        return Graph(self.steps, self.edges)
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.order)}
 
     @cached_property
     def lock(self) -> Lock:
