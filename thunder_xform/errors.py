@@ -55,7 +55,7 @@ class XformError(Exception):
         self.__dict__.update(fields, problem=problem, remedy=remedy)
 
     def __str__(self) -> str:
-        return f"{self.problem} {self.remedy}".rstrip()
+        return printable(f"{self.problem} {self.remedy}".rstrip(), keep="\n\t")
 
     def __setattr__(self, name: str, value: object) -> None:
         # The interpreter and contextlib set __traceback__, __cause__, __notes__, ...
@@ -76,6 +76,13 @@ def _rebuild(cls: type[XformError], args: tuple[Any, ...], state: dict[str, Any]
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """The text with an escape in place of each character that a terminal may obey instead of showing it."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -104,6 +111,8 @@ class ManifestError(XformError):
 
     def __init__(self, problem: str, remedy: str, *, file: str, field: str = "", distribution: str = "") -> None:
         where = f"{file} of {distribution}" if distribution else file
+        # Keys of a table are anything at all.
+        problem, field = printable(problem), printable(field)
         super().__init__(f"{where}: {problem}", remedy, file=file, field=field, distribution=distribution)
 
 
@@ -120,7 +129,9 @@ class DiscoveryError(XformError):
     def __init__(
         self, problem: str, remedy: str = "", *, distribution: str, version: str, entry_point: str = ""
     ) -> None:
-        super().__init__(problem, remedy, distribution=distribution, version=version, entry_point=entry_point)
+        super().__init__(
+            printable(problem), printable(remedy), distribution=distribution, version=version, entry_point=entry_point
+        )
 
 
 class ResolutionError(XformError):

@@ -144,6 +144,7 @@ _EDGE = (
 _TARGET = (re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"), "'module:Class'")
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _SPECIFIER = re.compile(r"\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*(,\s*(~=|==|!=|<=|>=|<|>|===)\s*[\w.*+!-]+\s*)*")
+_LINE = (re.compile(r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*"), "one line of text without control characters")
 _Form = tuple[re.Pattern[str], str]
 
 _EDGE_FIELDS = ("requires", "wants", "after", "before", "conflicts", "commutes")
@@ -183,7 +184,7 @@ class _Reader:
             )
         return Manifest(
             name=name,
-            summary=self._text("summary", (re.compile(r"[^\n]*"), "one line of text")) or "",
+            summary=self._text("summary", _LINE) or "",
             plugin=self._text("plugin", _TARGET),
             options=self._text("options", _TARGET),
             stage=None if bundle else self._stage(),

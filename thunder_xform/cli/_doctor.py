@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thunder_xform import registry
-from thunder_xform.cli._output import print_json
+from thunder_xform.cli._output import print_json, say
 from thunder_xform.errors import XformError
 from thunder_xform.registry._host import installed_version
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         width = max(len(finding.topic) for finding in findings)
         for finding in findings:
-            print(f"{finding.level:<8} {finding.topic:<{width}}  {finding.text}")
+            say(f"{finding.level:<8} {finding.topic:<{width}}  {finding.text}")
     return int(any(finding.level == "problem" for finding in findings))
 
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from thunder_xform import registry
-from thunder_xform.cli._output import error_data, print_json, print_table
+from thunder_xform.cli._output import error_data, print_json, print_table, say
 
 __all__ = ["record_data", "run"]
 
@@ -23,9 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
     print_table(("NAME", "STATUS", "STAGE", "DISTRIBUTION", "VERSION", "SUMMARY"), map(_row, records))
     for record in records:
         if record.error is not None and record.status != "denied":
-            print(f"\n{record.name} [{record.origin}] is {record.status}: {record.error}")
+            say(f"\n{record.name} [{record.origin}] is {record.status}: {record.error}")
         for other in record.shadowed:
-            print(f"\n{record.name} [{record.origin}] hides {record.distribution} {other}")
+            say(f"\n{record.name} [{record.origin}] hides {record.distribution} {other}")
     return 0
 
 

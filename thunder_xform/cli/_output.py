@@ -9,14 +9,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thunder_xform.errors import XformError
+from thunder_xform.errors import XformError, printable
 
-__all__ = ["error_data", "print_error", "print_json", "print_table"]
+__all__ = ["error_data", "print_error", "print_json", "print_table", "say"]
+
+
+def say(text: str = "", *, problem: bool = False) -> None:
+    """Print lines, on standard error for a `problem`; no escape sequence of a distribution's reaches the terminal."""
+    print(printable(text, keep="\n"), file=sys.stderr if problem else sys.stdout)
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]], indent: str = "") -> None:
     """Left-aligned columns, two blanks apart; empty cells show as ``-``."""
-    cells = [list(head), *([str(cell) if cell not in (None, "") else "-" for cell in row] for row in rows)]
+    cells = [list(head), *([printable(str(cell)) if cell not in (None, "") else "-" for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -30,7 +35,7 @@ def print_json(data: Any) -> None:
 
 def print_error(error: XformError, *, json: bool) -> None:
     """The message on standard error, and with `json` the structured error on standard output."""
-    print(f"error: {error}", file=sys.stderr)
+    say(f"error: {error}", problem=True)
     if json:
         print_json({"error": error_data(error)})
 

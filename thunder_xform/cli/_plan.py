@@ -6,7 +6,7 @@ import argparse
 from itertools import pairwise
 
 from thunder_xform import registry
-from thunder_xform.cli._output import print_json, print_table
+from thunder_xform.cli._output import print_json, print_table, say
 from thunder_xform.registry._text import render
 
 __all__ = ["run_plan", "run_why"]
@@ -36,8 +36,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if reasons:
         print()
     for reason in reasons:
-        print(reason)
-    print(f"\ntext: {resolution.text}\nlock: {resolution.lock.digest}")
+        say(str(reason))
+    say(f"\ntext: {resolution.text}\nlock: {resolution.lock.digest}")
     return 0
 
 
@@ -47,7 +47,7 @@ def run_why(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(explanation)
     else:
-        print(explanation)
+        say(str(explanation))
     return 0
 
 

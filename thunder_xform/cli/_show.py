@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from thunder_xform.cli._list import record_data
-from thunder_xform.cli._output import print_json, print_table
+from thunder_xform.cli._output import print_json, print_table, say
+from thunder_xform.errors import printable
 from thunder_xform.manifest import Manifest
 from thunder_xform.registry import Record
 from thunder_xform.registry._options import read_options
@@ -26,9 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({**record_data(record), "options": fields})
         return 0
     for label, value in _lines(record, manifest):
-        print(f"{label + ':':<12} {value}")
+        say(f"{label + ':':<12} {printable(value)}")
     if fields is None:
-        print(f"\nThe options are defined by {manifest.options}, which can only be read by importing it.")
+        say(f"\nThe options are defined by {manifest.options}, which can only be read by importing it.")
     elif fields:
         print("\noptions:")
         rows = ((f.name, f.annotation, "(required)" if f.default is None else f.default, f.doc) for f in fields)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from thunder_xform.cli._hooks import hook_errors, hook_warnings
-from thunder_xform.cli._output import print_json
+from thunder_xform.cli._output import print_json, say
 from thunder_xform.cli._project import announcement_errors
 from thunder_xform.errors import UnknownNameError, XformError, closest, spell
 from thunder_xform.implementations import faults
@@ -46,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return int(failed)
     for record, errors, warnings in findings:
-        print(f"{record.name} [{record.origin or 'not installed'}]: {'not valid' if errors else 'valid'}")
+        say(f"{record.name} [{record.origin or 'not installed'}]: {'not valid' if errors else 'valid'}")
         for error in errors:
-            print(f"  error: {error}", file=sys.stderr)
+            say(f"  error: {error}", problem=True)
         for warning in warnings:
-            print(f"  warning: {warning}")
+            say(f"  warning: {warning}")
     return int(failed)
 
 

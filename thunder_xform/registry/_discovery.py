@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from thunder_xform.errors import DiscoveryError, XformError, closest
+from thunder_xform.errors import DiscoveryError, XformError, closest, printable
 from thunder_xform.manifest import Manifest
 from thunder_xform.registry._files import package_directories
 from thunder_xform.registry._record import Record, normalize
@@ -50,7 +50,7 @@ def _contained(copies: list[Distribution]) -> list[Record]:
     try:
         return _records(copies)
     except Exception as cause:
-        name, version = str(copies[0].metadata["Name"]), str(copies[0].version or "?")
+        name, version = _identity(copies[0])
         problem = f"its metadata or manifest cannot be read ({type(cause).__name__}: {cause})"
         return [_unreadable(name, version, problem)]
 
@@ -91,18 +91,18 @@ def is_misspelt(group: str) -> bool:
 def _records(copies: list[Distribution]) -> list[Record]:
     """The records of one distribution; `copies` are its installations, in the order of ``sys.path``."""
     first = copies[0]
-    name, version = first.metadata["Name"], first.version or "?"
+    name, version = _identity(first)
     places = {(copy.version, str(copy.locate_file(""))) for copy in copies}
     stale = sorted(v for v, place in places if place == str(first.locate_file("")))
-    shadowed = tuple(sorted(f"{v} in {place}" for v, place in places if place != str(first.locate_file(""))))
+    shadowed = tuple(sorted(printable(f"{v} in {place}") for v, place in places if place != str(first.locate_file(""))))
     if len(stale) > 1:
         error = DiscoveryError(
-            f"{name} is installed in versions {' and '.join(stale)} at once, in one directory.",
+            f"{name} is installed in versions {printable(' and '.join(stale))} at once, in one directory.",
             f"Reinstall it: pip install --force-reinstall {name}",
             distribution=name,
-            version=" and ".join(stale),
+            version=printable(" and ".join(stale)),
         )
-        names = sorted({point.name for copy in copies for point in _entry_points(copy)} or {name})
+        names = sorted({printable(point.name) for copy in copies for point in _entry_points(copy)} or {name})
         return [Record(name=n, distribution=name, version=error.version, error=error) for n in names]
     try:
         points = list(_entry_points(first))
@@ -113,6 +113,11 @@ def _records(copies: list[Distribution]) -> list[Record]:
         problem = f"the group {GROUP} of its entry_points.txt contains nothing that can be read"
         return [_unreadable(name, version, problem)]
     return [*(replace(_record(p.name, p.value, name, version), shadowed=shadowed) for p in points), *misspelt]
+
+
+def _identity(distribution: Distribution) -> tuple[str, str]:
+    """Name and version, for messages: no control character in them reaches a terminal."""
+    return printable(str(distribution.metadata["Name"])), printable(str(distribution.version or "?"))
 
 
 def _entry_points(distribution: Distribution) -> Iterator[Any]:
@@ -127,7 +132,7 @@ def _misspelt(distribution: Distribution, name: str, version: str, announced: se
         points = []
     for point in points:
         if is_misspelt(point.group) and point.name not in announced:
-            record = Record(name=point.name, distribution=name, version=version, entry_point=point.value)
+            record = Record(name=printable(point.name), distribution=name, version=version, entry_point=point.value)
             problem = f"it is announced in the group {point.group!r}, which nothing reads"
             yield replace(record, error=_fault(record, problem, f"Call the group {GROUP!r}, and reinstall it"))
 
@@ -135,7 +140,7 @@ def _misspelt(distribution: Distribution, name: str, version: str, announced: se
 def _record(name: str, value: str, distribution: str, version: str) -> Record:
     package, _, filename = (part.strip() for part in value.partition(":"))
     directories = package_directories(package)
-    record = Record(name=name, distribution=distribution, version=version, entry_point=value)
+    record = Record(name=printable(name), distribution=distribution, version=version, entry_point=value)
     meant = name
     try:
         path = _manifest_path(record, package, filename, directories)
