@@ -25,6 +25,7 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
 from thunder.core.proxies import NumberProxy, TensorProxy
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from thunder_xform.errors import TracingError
@@ -67,7 +68,7 @@ class Answers:
     def wrapped_lookasides(self) -> dict[Any, Callable[..., Any]]:
         """The same for functions that are given the interpreter's own values."""
         chooses = {fn: functools.partial(_chosen, fn) for fn in (max, min, sorted)}
-        return {getattr: _getattr, hasattr: _hasattr, bool: _bool, **chooses}
+        return {getattr: _getattr, hasattr: _hasattr, bool: _bool, checkpoint: _checkpoint, **chooses}
 
     def begin(self) -> None:
         """Answer ``is`` in the trace that is under way."""
@@ -180,6 +181,21 @@ def _has(tensor: TensorProxy, name: str) -> bool:
     proxied = get_interpreterruntimectx()._proxied_values
     original = next((w.original_value for w in proxied if w.value is tensor), None)
     return hasattr(torch.Tensor, name) or name in vars(tensor) or hasattr(original, name)
+
+
+def _checkpoint(function: Any, *args: Any, use_reentrant: Any = None, context_fn: Any = None, **kwargs: Any) -> Any:
+    """Both kinds are one: no graph is built twice here, and forward and backward see the same random numbers."""
+    for name in ("preserve_rng_state", "determinism_check", "debug", "early_stop"):
+        kwargs.pop(name, None)
+    names, count = tuple(kwargs), len(args)
+
+    def called(function: Any, *values: Any) -> Any:
+        return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    if names:
+        args, function = (function, *args, *kwargs.values()), wrap_const(called)
+    given = {} if context_fn is None else {"context_fn": context_fn}
+    return _general_jit_lookaside_map[checkpoint](function, *args, **given)
 
 
 def _bool(*args: Any) -> Any:

@@ -24,6 +24,7 @@ from thunder.core.interpreter import PseudoInst, default_lookaside, get_interpre
 from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
+from torch.utils.checkpoint import checkpoint
 
 from thunder_xform.errors import PipelineError, XformError
 from thunder_xform.host.answers import Answers
@@ -122,7 +123,7 @@ class Watch:
             delattr: self._delete,
             object.__setattr__: lambda *_: None,
             torch.nn.Parameter: self._make_parameter,
-            **dict.fromkeys((bool, max, min, sorted), lambda *_: None),
+            **dict.fromkeys((bool, max, min, sorted, checkpoint), lambda *_: None),
             next: self._advance,
             iter: self._advance,
             type(os.environ).__getitem__: lambda *call: self._outside.environment(*call),

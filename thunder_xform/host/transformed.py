@@ -8,11 +8,14 @@ rest.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import make_opaque
 from thunder.core.module import ThunderModule
@@ -84,13 +87,15 @@ class TransformedModule(ThunderModule):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        # Hugging Face Accelerate asks this, and wraps what is not prepared in torch's DDP, which overwrites shards.
-        if not self.__dict__.get(_LEFT_ALONE, False):
+        # Hugging Face Accelerate asks this. On several ranks it wraps what is not prepared in torch's DDP, which
+        # overwrites shards.
+        prepared = bool(self.__dict__.get(_LEFT_ALONE, False))
+        if not prepared and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise PipelineError(
                 "Accelerate would wrap this transformed model in torch's DDP.",
                 "Use the Accelerator of thunder_xform_accelerate (distribution thunder-xform-accelerate).",
             )
-        return True
+        return prepared
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
@@ -159,12 +164,27 @@ class TransformedModule(ThunderModule):
 
 def attach(module: ThunderModule, session: Any) -> None:
     """Make a ThunderModule a :class:`TransformedModule` that belongs to ``session``."""
-    module.__class__ = TransformedModule
+    module.__class__ = _class_for(module._modules["_model"])
     module.__dict__["_model"] = module._modules.pop("_model")
     module.__dict__["_parameters"] = module._overrides_parameters
     module.__dict__["_buffers"] = module._overrides_buffers
     module.__dict__["_non_persistent_buffers_set"] = _non_persistent(module._model)
     module.__dict__[_SESSION] = session
+
+
+def _class_for(model: torch.nn.Module) -> type[TransformedModule]:
+    """:class:`TransformedModule` with the signature of the model's forward, which trainers choose columns by."""
+    try:
+        signature = inspect.signature(model.forward)
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = signature.replace(parameters=[itself, *signature.parameters.values()])
+    except (TypeError, ValueError):
+        return TransformedModule
+    general = TransformedModule.forward
+    forward = FunctionType(general.__code__, general.__globals__, general.__name__)
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    names = {"forward": forward, "__module__": __name__, "__doc__": TransformedModule.__doc__}
+    return type("TransformedModule", (TransformedModule,), names)
 
 
 def _non_persistent(model: torch.nn.Module) -> set[str]:
