@@ -43,6 +43,21 @@ def _named_tensor_methods() -> Iterator[None]:
             delattr(torch.Tensor, name)
 
 
+@contextmanager
+def _without_notices() -> Iterator[None]:
+    """Let Thunder's import warn of nothing that its user can do nothing about."""
+    import warnings
+
+    with warnings.catch_warnings():
+        # Optional executors that are not installed; names of torch that newer releases deprecate.
+        warnings.filterwarnings("ignore", message="transformer_engine module not found", category=UserWarning)
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category, module=r"(thunder|torch)(\.|$)")
+        # Thunder's interpreter opens its own source to learn a type.
+        warnings.filterwarnings("ignore", category=ResourceWarning)
+        yield
+
+
 class _ThunderLoader:
     """Runs Thunder's own loader with the stand-ins in place."""
 
@@ -56,7 +71,7 @@ class _ThunderLoader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        with _named_tensor_methods():
+        with _named_tensor_methods(), _without_notices():
             self._loader.exec_module(module)
 
 
