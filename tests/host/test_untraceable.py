@@ -298,3 +298,15 @@ class Output:
 def test_what_a_dataclass_holds():
     with pytest.raises(TracingError, match=rf"The model returns a {__name__}.Cache"):
         compiled(lambda m, x: Output(x.sum(), Cache()))(torch.ones(2, 2))
+
+
+def test_a_cache_of_keys_and_values():
+    """V16."""
+    make = pytest.importorskip("transformers").DynamicCache
+    name = "transformers.cache_utils.DynamicCache"
+    with pytest.raises(TracingError) as caught:
+        compiled(lambda m, x: (x, make()))(torch.ones(2, 2))
+    assert str(caught.value) == (
+        f"The model returns a {name}, which compiled code cannot make ({caught.value.place}). "
+        "Pass use_cache=False, and generate with the plain model."
+    )

@@ -88,6 +88,11 @@ _REASONS = tuple(
             "Leave it out: Thunder compiles the whole model.",
         ),
         (
+            r"unhandled value of type <class '(transformers\.[\w.]*Cache)'>",
+            "The model returns a {0}, which compiled code cannot make",
+            "Pass use_cache=False, and generate with the plain model.",
+        ),
+        (
             r"unhandled (?:value|collection) of type <class '(.*?)'>",
             "The model returns a {0}, which compiled code cannot make",
             _OUTPUTS,
