@@ -17,6 +17,7 @@ from thunder_xform.host.module import apply
 from thunder_xform.host.prologue import Prologue
 from thunder_xform.host.schedule import Schedule
 from thunder_xform.host.stamp import Stamp
+from thunder_xform.host.torch_gradients import with_torch_gradients
 from thunder_xform.host.types import ThunderModule, TraceCtx, TraceProvenance, Transform
 from thunder_xform.host.unpacking import derive_prologue, read_inputs
 from thunder_xform.host.writes import repeat_writes
@@ -140,6 +141,8 @@ class Stage(Transform):
             found = verify.trace_effects(before, computation, session.table.notes)
             session.hooks.check_declared(index, "before_autograd", found, before, computation)
         if index == len(session.plugins) - 1:
+            view = with_torch_gradients(Computation(computation, session.table))
+            computation, session.table = view._trace, view._table
             computation = memory.marked(computation, session.table)
         for trace in (prologue, computation):
             trace.set_provenance(TraceProvenance(f"thunder_xform plugin {session.names[index]}"))
