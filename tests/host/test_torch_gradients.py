@@ -73,7 +73,7 @@ LOSSES = {
     "weighted": lambda h: F.cross_entropy(h, TARGET, WEIGHT.to(h.dtype), reduction="sum"),
     "smoothed": lambda h: F.cross_entropy(h, TARGET, reduction="sum", label_smoothing=0.1),
     "nll": lambda h: F.nll_loss(h.log_softmax(1), TARGET, reduction="sum", ignore_index=1),
-    "nll module": lambda h: nn.NLLLoss(reduction="none")(h.log_softmax(1), TARGET),
+    "nll, none": lambda h: F.nll_loss(h.log_softmax(1), TARGET, WEIGHT.to(h.dtype), reduction="none"),
     "mean": lambda h: F.cross_entropy(h, TARGET),
 }
 
