@@ -26,6 +26,7 @@ from thunder_xform.host.optimizers import OptimizerCheck
 from thunder_xform.host.originals import Originals
 from thunder_xform.host.parameters import Parameters
 from thunder_xform.host.parts import Parts
+from thunder_xform.host.sparse import refuse_sparse_gradients
 from thunder_xform.host.types import ThunderModule
 from thunder_xform.host.untouched import UserModule, fingerprint
 from thunder_xform.parallel.agreement import agree_on, refuse_overlaps, together
@@ -111,6 +112,8 @@ class Session:
             self.module = module
             self.ledger = Ledger(module)
             self._join()
+            if self.groups:
+                refuse_sparse_gradients(module._model)
         if index != self.attached or module is not self.module:
             raise PipelineError(
                 f"Plugin {self.names[index]!r} was applied out of order; the pipeline is {' -> '.join(self.names)}.",
