@@ -108,8 +108,12 @@ class Context:
         return self._session.unreached
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The live tensor of a parameter or buffer."""
+        """The live tensor of a parameter or buffer as it is stored on this rank."""
         return self._session.ledger.tensor(name)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The parameter or buffer as the model's user sees it: a DTensor where plugins distribute it."""
+        return self._session.ledger.visible(name)
 
     def version(self, name: str) -> Version:
         """What the ledger says of a parameter as this plugin left it."""

@@ -85,8 +85,9 @@ class Hooks:
 
     @hookspec(firstresult=True)
     def gradient_norm(self, parameters: list[torch.nn.Parameter], norm_type: float, ctx: Context) -> Any:
-        """The norm over all ranks of the gradients of ``parameters`` that this plugin distributes.
+        """The norm of the gradients of ``parameters`` over all ranks, from a plugin that declared no placements.
 
-        Returns the scalar tensor, or None if the plugin leaves gradients whole on every rank.
-        Clipping is refused where a plugin stores parameters that train in another form and does not implement this.
+        Returns the scalar tensor, or None if the plugin leaves gradients whole on every rank. Where parameters were
+        cut with ``params.replace(..., mesh=, placement=)`` the norm follows from that, and this is not called.
+        Clipping is refused where a plugin stores parameters that train in another form and does neither.
         """

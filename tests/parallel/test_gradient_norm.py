@@ -92,7 +92,8 @@ def cases():
 def test_the_norm_is_the_whole_one_or_refused(ranks):
     for found in ranks.run(cases):
         told = "Plugin 'silent' stores parameters that train in another form, but does not say what the norm of their "
-        told += "gradients over all ranks is. Leave it out, or let it implement the hook gradient_norm."
+        told += "gradients over all ranks is. Leave it out, or let it pass mesh= and placement= to params.replace or "
+        told += "implement the hook gradient_norm."
         silent = (told, True)
         assert found["silent"] == silent
         assert found["behind one that answers"] == silent

@@ -1,7 +1,7 @@
 """Stored tensors as parts of whole ones, and optimizer state in whole tensors.
 
-A plugin that stores rows ``r/w`` of a tensor (in the words of the ledger's ``layout``) cuts as ``torch.chunk`` and
-DTensor's ``Shard(0)`` do. What is shaped like such a parameter, its gradient or an optimizer's moment, is cut the same.
+A parameter that plugins cut is a DTensor to its user. What is shaped like it, its gradient or an optimizer's moment, is
+cut the same.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from thunder_xform.errors import CheckpointError
 
@@ -28,10 +27,9 @@ def distributed(session: Session, name: str, local: torch.Tensor) -> torch.Tenso
     Raises:
         CheckpointError: ``local`` has another shape.
     """
-    found = _cut(session, name)
-    if found is None or isinstance(local, DTensor):
+    like = _like(session, name)
+    if like is None or isinstance(local, DTensor):
         return local
-    mesh, shape = found
     stored = tuple(session.ledger.tensor(name).shape)
     if tuple(local.shape) != stored:
         raise CheckpointError(
@@ -39,9 +37,9 @@ def distributed(session: Session, name: str, local: torch.Tensor) -> torch.Tenso
             "Pass the parameter, its gradient, or a tensor made like them.",
             name=name,
         )
-    stride = torch.empty(shape, device="meta").stride()
-    made: torch.Tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-    return made
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def local(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -50,13 +48,17 @@ def local(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
     Raises:
         CheckpointError: a DTensor over other ranks or with another placement.
     """
-    found = _cut(session, name)
+    like = _like(session, name)
     if not isinstance(value, DTensor):
         is_whole = tuple(value.shape) == _whole_shape(session, name) != tuple(session.ledger.tensor(name).shape)
         return part(session, name, value) if is_whole else value
-    if found is not None and (value.device_mesh, value.placements, value.shape) == (found[0], (Shard(0),), found[1]):
+    if like is not None and _place(value) == _place(like):
         return value.to_local()
-    stored = "whole on every rank" if found is None else f"in rows, as {tuple(found[1])}, over {found[0]}"
+    stored = (
+        "whole on every rank"
+        if like is None
+        else f"as {tuple(like.shape)} in {like.placements} over {like.device_mesh}"
+    )
     raise CheckpointError(
         f"{name!r} is stored {stored}; given is {tuple(value.shape)} in {value.placements} over {value.device_mesh}.",
         "Let torch.distributed.checkpoint load into handle.state_dict('sharded'): it re-shards.",
@@ -64,14 +66,19 @@ def local(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _place(tensor: DTensor) -> tuple[object, ...]:
+    return tensor.device_mesh, tensor.placements, tensor.shape
+
+
 def whole(session: Session, name: str, local: torch.Tensor) -> torch.Tensor:
     """The whole tensor of which ``local`` is this rank's part. A collective where other ranks hold the rest."""
     made = distributed(session, name, local)
     if not isinstance(made, DTensor):
         return local
-    full = made.full_tensor().reshape(_whole_shape(session, name))
+    full = made.full_tensor()
     # Of an uneven cut it is a view of a padded buffer, which would go along into files.
-    return full if full.nbytes == full.untyped_storage().nbytes() else full.clone()
+    full = full if full.nbytes == full.untyped_storage().nbytes() else full.clone()
+    return full.reshape(_whole_shape(session, name))
 
 
 def part(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -80,18 +87,17 @@ def part(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
     Raises:
         CheckpointError: ``value`` has another shape than the whole tensor.
     """
-    found = _cut(session, name)
-    if found is None:
+    like = _like(session, name)
+    if like is None:
         return value
-    mesh, shape = found
     if tuple(value.shape) != _whole_shape(session, name):
         raise CheckpointError(
             f"{name!r} has the shape {_whole_shape(session, name)}, but the tensor given for it {tuple(value.shape)}.",
             "Pass whole tensors, as they are in a full state.",
             name=name,
         )
-    value = value.detach().to(session.ledger.tensor(name).device).reshape(shape)
-    cut = distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+    value = value.detach().to(session.ledger.tensor(name).device).reshape(like.shape)
+    cut = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
     local: torch.Tensor = cut.to_local().clone()
     return local
 
@@ -110,30 +116,17 @@ def expected_shapes(session: Session, given: Mapping[str, torch.Tensor], kind: s
     return shapes
 
 
-def _cut(session: Session, name: str) -> tuple[DeviceMesh, torch.Size] | None:
-    """The ranks that share the tensor, and its whole shape with scalars as one row; None if it is not cut."""
-    if (stage := _cutter(session, name)) is None:
+def _like(session: Session, name: str) -> Any:
+    """The DTensor that the stored tensor is this rank's part of; None if every rank holds the whole."""
+    parameter: Any = session.ledger.distributed(name)
+    if parameter is None or not any(placement.is_shard() for placement in parameter.placements):
         return None
-    (group,) = session.plugins[stage].process_groups()
-    mesh = DeviceMesh.from_group(group, session.ledger.latest(name).device.type)
-    return mesh, torch.Size(_whole_shape(session, name) or (1,))
-
-
-def _cutter(session: Session, name: str) -> int | None:
-    """Position of the plugin that cut the tensor."""
-    layout = session.ledger.latest(name).layout
-    if not layout.startswith("rows "):
-        return None
-    stages = range(len(session.plugins))
-    return next(i for i in stages if (found := session.ledger.at(name, i)) is not None and found.layout == layout)
+    return parameter
 
 
 def _whole_shape(session: Session, name: str) -> tuple[int, ...]:
     """Shape of the stored tensor before it was cut."""
-    stage = _cutter(session, name)
-    version = session.ledger.latest(name) if stage is None else session.ledger.at(name, stage - 1)
-    assert version is not None
-    return version.stored_shape
+    return session.ledger.latest(name).whole_shape
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------

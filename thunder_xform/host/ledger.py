@@ -6,7 +6,7 @@ computation inputs are derived from the versions recorded here (see :mod:`thunde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import torch
 from thunder.core.module import ThunderModule
 
 from thunder_xform.errors import PipelineError, closest
+from thunder_xform.host.placement import Placed, check_part
 from thunder_xform.host.version import Version
 
 #: The owner of what the user's module brought along, and the stage it belongs to.
@@ -36,6 +37,8 @@ class Ledger:
         self._aliases: dict[str, tuple[str, ...]] = {}
         self._canonical: dict[str, str] = {}
         self._originals: dict[str, torch.Tensor] = {}
+        #: parameters as the user sees them where that is not the stored tensor, by name
+        self._distributed: dict[str, torch.nn.Parameter] = {}
         state: tuple[tuple[Literal["parameter", "buffer"], Any], ...] = (
             ("parameter", module._model.named_parameters),
             ("buffer", module._model.named_buffers),
@@ -70,6 +73,7 @@ class Ledger:
             layout=layout,
             owner=owner,
             origin=owner,
+            whole_shape=stored,
         )
         self._history[names[0]] = [(stage, version)]
         self._aliases[names[0]] = names
@@ -105,7 +109,7 @@ class Ledger:
                 found = version
         if found is not None and found is history[-1][1]:
             # requires_grad may be flipped by the user at any time: the live tensor is the truth.
-            found = replace(found, requires_grad=self.tensor(name).requires_grad)
+            found = replace(found, requires_grad=self.visible(name).requires_grad)
         return found
 
     def latest(self, name: str) -> Version:
@@ -120,6 +124,19 @@ class Ledger:
         module = self.module
         found = module._overrides_parameters.get(name)
         return module._overrides_buffers[name] if found is None else found
+
+    def distributed(self, name: str) -> torch.nn.Parameter | None:
+        """The parameter over all ranks that the stored tensor is this rank's part of, if it is one."""
+        return self._distributed.get(self.canonical(name))
+
+    def visible(self, name: str) -> torch.Tensor:
+        """The tensor as the user sees it."""
+        found = self.distributed(name)
+        return self.tensor(name) if found is None else found
+
+    def distribute(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """From now on the user sees ``parameters``, by name, in the place of the stored tensors."""
+        self._distributed = dict(parameters)
 
     def value(self, name: str) -> torch.Tensor:
         """The logical value of a parameter or buffer."""
@@ -183,21 +200,33 @@ class Ledger:
         shape: tuple[int, ...],
         layout: str,
         decode: Callable[[], torch.Tensor] | None,
+        placed: Placed | None = None,
     ) -> None:
         """Record a new version of an existing tensor, under all its names."""
         name = self.canonical(name)
         current = self.latest(name)
+        stored = tuple(tensor.shape)
+        if placed is not None:
+            check_part(placed, name, current.stored_shape, stored)
+            places, whole = (*current.placed, placed), current.whole_shape
+        elif stored == current.stored_shape:
+            places, whole = current.placed, current.whole_shape
+        else:
+            # Whatever lay where, another shape says nothing about it.
+            places, whole = (), stored
         self._store(self._aliases[name], current.kind, tensor)
         version = replace(
             current,
             shape=shape,
-            stored_shape=tuple(tensor.shape),
+            stored_shape=stored,
             dtype=tensor.dtype,
             device=_real_device(tensor),
             requires_grad=tensor.requires_grad,
             layout=layout,
             owner=owner,
             decode=decode,
+            placed=places,
+            whole_shape=whole,
         )
         history = self._history[name]
         if history[-1][0] == stage:
@@ -224,6 +253,12 @@ class Ledger:
             for stage, v in self._history[name]
         ]
         return True
+
+    def replicate(self, name: str, placed: Placed) -> None:
+        """Record that the ranks of ``placed`` hold copies of the stored tensor."""
+        history = self._history[self.canonical(name)]
+        stage, version = history[-1]
+        history[-1] = stage, replace(version, placed=(*version.placed, placed))
 
     def release_originals(self) -> None:
         """Put meta tensors into the user's module for every parameter and buffer that a plugin replaced."""

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate
 
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.ledger import Ledger
+from thunder_xform.host.placement import Placed
 from thunder_xform.host.version import Version
 
 
@@ -102,6 +106,8 @@ class Parameters:
         shape: tuple[int, ...] | None = None,
         layout: str | None = None,
         decode: Callable[[], torch.Tensor] | None = None,
+        mesh: dist.ProcessGroup | DeviceMesh | None = None,
+        placement: Placement | None = None,
     ) -> None:
         """Hold another tensor for a parameter or buffer, under all its names.
 
@@ -113,9 +119,13 @@ class Parameters:
             layout: how the stored tensor encodes the logical one; as before if None.
             decode: with a layout, computes the logical value from the tensors that the model holds at the time, for
                 :meth:`value`.
+            mesh: the ranks that the tensor held so far is cut over, a process group or one dimension of a mesh.
+            placement: how it is cut: ``Shard(dim)``, as ``torch.chunk`` cuts. The user sees the parameter as a DTensor
+                then, and norms and states are those of the whole.
 
         Raises:
-            PipelineError: unknown name, or a stored shape that differs from the logical one with layout ``"dense"``.
+            PipelineError: unknown name, a stored shape that differs from the logical one with layout ``"dense"``, or
+                one that is not this rank's part in that placement.
         """
         current = self._ledger.latest(name)
         shape = current.shape if shape is None else tuple(shape)
@@ -128,10 +138,18 @@ class Parameters:
                 "Pass `layout=` to say how the stored tensor encodes the logical one, or `shape=` to change that.",
                 name=name,
             )
+        placed = None if mesh is None or placement is None else Placed(mesh, placement, self._plugin)
         if current.kind == "parameter":
             train = current.requires_grad if requires_grad is None else requires_grad
             tensor = _parameter(tensor, train)
-        self._ledger.write(self._stage, self._plugin, name, tensor, shape, layout, decode)
+        self._ledger.write(self._stage, self._plugin, name, tensor, shape, layout, decode, placed)
+
+    def replicate(self, name: str, mesh: dist.ProcessGroup | DeviceMesh) -> None:
+        """Say that all ranks of ``mesh``, a process group or one dimension of a mesh, hold the same tensor.
+
+        For plugins that keep parameters equal. It changes nothing that is stored.
+        """
+        self._ledger.replicate(name, Placed(mesh, Replicate(), self._plugin))
 
     def set_requires_grad(self, name: str, requires_grad: bool) -> None:
         """Freeze or unfreeze a parameter in the compiled model only: same storage, another Parameter object."""

@@ -22,6 +22,7 @@ from thunder.core.module import ThunderModule
 
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.functions import adopt
+from thunder_xform.host.ledger import Ledger
 from thunder_xform.host.untraceable import explain
 
 _SESSION = "_thunder_xform_session"
@@ -119,6 +120,16 @@ class TransformedModule(ThunderModule):
         inside: AbstractContextManager[None] = self.__dict__[_SESSION].no_sync()
         return inside
 
+    @property
+    def _ledger(self) -> Ledger:
+        ledger: Ledger = self.__dict__[_SESSION].ledger
+        return ledger
+
+    def get_parameter(self, target: str) -> torch.nn.Parameter:
+        """The parameter as ``named_parameters()`` yields it."""
+        found = self._parameters.get(target)
+        return super().get_parameter(target) if found is None else found
+
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -166,7 +177,7 @@ def attach(module: ThunderModule, session: Any) -> None:
     """Make a ThunderModule a :class:`TransformedModule` that belongs to ``session``."""
     module.__class__ = _class_for(module._modules["_model"])
     module.__dict__["_model"] = module._modules.pop("_model")
-    module.__dict__["_parameters"] = module._overrides_parameters
+    module.__dict__["_parameters"] = _visible(module, session)
     module.__dict__["_buffers"] = module._overrides_buffers
     module.__dict__["_non_persistent_buffers_set"] = _non_persistent(module._model)
     module.__dict__[_SESSION] = session
@@ -185,6 +196,13 @@ def _class_for(model: torch.nn.Module) -> type[TransformedModule]:
     forward.__signature__ = signature  # type: ignore[attr-defined]
     names = {"forward": forward, "__module__": __name__, "__doc__": TransformedModule.__doc__}
     return type("TransformedModule", (TransformedModule,), names)
+
+
+def _visible(module: ThunderModule, session: Any) -> dict[str, torch.nn.Parameter]:
+    """Parameters as the user sees them: over all ranks where they are distributed."""
+    stored, ledger = module._overrides_parameters, session.ledger
+    distributed = any(ledger.distributed(name) is not None for name in stored)
+    return {name: ledger.visible(name) for name in stored} if distributed else stored
 
 
 def _non_persistent(model: torch.nn.Module) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 from thunder.core import prims
@@ -12,6 +12,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
+from thunder_xform.host.distributed import unpack_parts
 from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.ledger import MODEL, MODEL_STAGE, Ledger
 from thunder_xform.host.version import Version
@@ -72,7 +73,17 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
         for bsym in prologue.bound_symbols[:-1]:
             if bsym.sym is prims.unpack_thunder_module and (table.roots is None or bsym.output.name in table.roots):
                 root = bsym.output
-            if _unpacks_state_of(bsym, ledger, table.roots):
+            if bsym.sym is unpack_parts and (table.roots is None or bsym.args[0].name in table.roots):
+                # Those that are no longer only inspected are unpacked below.
+                named = list(zip(bsym.args[1:], bsym.output, strict=True))
+                unpacked.update(o.name for n, o in named if n in inputs)
+                unchecked.update(n for n, o in named if n in inputs and o.name not in checked_proxies)
+                root = bsym.args[0]
+                if not (kept := [(n, o) for n, o in named if n not in inputs]):
+                    continue
+                inspected |= {o.name: table.version(n) for n, o in kept}
+                bsym = _unpack_parts(root, kept)
+            elif _unpacks_state_of(bsym, ledger, table.roots):
                 name = ledger.canonical(bsym.args[1])
                 root = bsym.args[0]
                 if name in inputs:
@@ -83,6 +94,8 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
                         body.append(bsym)
                     continue
                 inspected[bsym.output.name] = table.version(name)
+                if ledger.distributed(name) is not None:
+                    bsym = _unpack_parts(root, [(name, bsym.output)])
             if bsym.sym is prims.check_tensor_shape_and_metadata:
                 checked = bsym.args[0]
                 if checked.name in unpacked:
@@ -90,11 +103,15 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
                 if checked.name in inspected:
                     bsym = _check(checked, inspected[checked.name])
             body.append(bsym)
+        distributed = [(n, proxy) for n, proxy in inputs.items() if ledger.distributed(n) is not None]
+        if distributed:
+            body.append(_unpack_parts(root, distributed))
         for name, proxy in inputs.items():
             new.names.add(proxy.name)
             version = versions[name]
-            unpack = prims.unpack_parameter if version.kind == "parameter" else prims.unpack_buffer
-            body.append(unpack.bind(root, name, output=proxy))
+            if ledger.distributed(name) is None:
+                unpack = prims.unpack_parameter if version.kind == "parameter" else prims.unpack_buffer
+                body.append(unpack.bind(root, name, output=proxy))
             if name not in unchecked:
                 body.append(_check(proxy, version))
     last = prologue.bound_symbols[-1]
@@ -103,9 +120,16 @@ def derive_prologue(prologue: TraceCtx, table: InputTable, computation: TraceCtx
     return new
 
 
+def _unpack_parts(root: Any, named: Sequence[tuple[str, TensorProxy]]) -> BoundSymbol:
+    return unpack_parts.bind(root, *[name for name, _ in named], output=tuple(proxy for _, proxy in named))
+
+
 def without_checks(prologue: TraceCtx, names: Collection[str], roots: Collection[str] | None) -> TraceCtx:
     """A prologue that does not check the parameters and buffers of the ``names`` of the model, the ``roots``."""
     proxies = {b.output.name for b in prologue.bound_symbols if _unpacks_state_of(b, names, roots)}
+    for bsym in prologue.bound_symbols:
+        if bsym.sym is unpack_parts and (roots is None or bsym.args[0].name in roots):
+            proxies |= {o.name for n, o in zip(bsym.args[1:], bsym.output, strict=True) if n in names}
     new = from_trace(prologue)
     new.bound_symbols = [
         b

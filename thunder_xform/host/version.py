@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from thunder_xform.host.placement import Placed
+
 
 @dataclass(frozen=True, slots=True)
 class Version:
@@ -25,6 +27,8 @@ class Version:
         owner: plugin that wrote this version, ``"model"`` for the original.
         origin: plugin that added the tensor, ``"model"`` if the user's module has it.
         decode: gives the logical value where the layout is another than ``"dense"``, if whoever wrote it can.
+        placed: the ranks that hold other parts or copies of the stored tensor, in the order in which it was cut.
+        whole_shape: shape of the stored tensor before it was cut.
     """
 
     name: str
@@ -38,3 +42,5 @@ class Version:
     owner: str
     origin: str
     decode: Callable[[], torch.Tensor] | None = field(default=None, compare=False, repr=False)
+    placed: tuple[Placed, ...] = field(default=(), compare=False, repr=False)
+    whole_shape: tuple[int, ...] = field(default=(), compare=False, repr=False)

@@ -21,18 +21,21 @@ from thunder_xform.parallel.shard import (
     scatter_wait,
     stash,
 )
+from thunder_xform.parallel.sharded import add_gradient, local
 
 __all__ = [
     "AfterBackward",
     "ReplicatedBucket",
     "ShardedBucket",
     "accumulates",
+    "add_gradient",
     "agree_on",
     "broadcast",
     "gather_objects",
     "gather_start",
     "gather_wait",
     "in_chunks",
+    "local",
     "process_group",
     "reduce_accumulated",
     "reduce_start",

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 
-def accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the backward under way adds to ``parameter.grad``. Call it only from within a backward.
+class _Probe(torch.autograd.Function):
+    """Leads to the nodes that accumulate gradients of its inputs, whatever kinds of tensors those are."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError
+
+
+def accumulates(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether the backward under way adds to ``.grad``, for each parameter. Call it only from within a backward.
 
     False in ``torch.autograd.grad``, and in ``backward(inputs=...)`` for parameters that are not among the inputs: they
-    leave ``.grad`` as it is.
+    leave ``.grad`` as it is. False for those that are frozen.
     """
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    if not any(parameter.requires_grad for parameter in parameters):
+        return [False] * len(parameters)
+    with torch.enable_grad():
+        found: Any = _Probe.apply(*parameters).grad_fn
+    return [node is not None and _runs(node) for node, _ in found.next_functions]
+
+
+def _runs(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:

@@ -16,6 +16,7 @@ from thunder_xform.parallel.accumulation import accumulates
 from thunder_xform.parallel.exchange import exchange
 from thunder_xform.parallel.layout import ShardLayout
 from thunder_xform.parallel.presence import Presence
+from thunder_xform.parallel.sharded import local
 
 
 class ShardedBucket:
@@ -28,7 +29,7 @@ class ShardedBucket:
         dtype: their dtype.
         device: where the shards live.
         group: process group that shares them.
-        shards: gives the live parameters, this rank's shards, in the order of ``names``.
+        parameters: gives the live parameters, in the order of ``names``.
         reducing: called in every backward that reduces gradients of this bucket into ``.grad``, right before.
         gather_dtype: dtype on the wire of the all-gather; ``dtype`` if None.
         reduce_dtype: dtype in which gradients are accumulated and reduced; ``dtype`` if None.
@@ -47,7 +48,7 @@ class ShardedBucket:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
-        shards: Callable[[], Sequence[torch.Tensor]],
+        parameters: Callable[[], Sequence[torch.Tensor]],
         reducing: Callable[[], None] = lambda: None,
         gather_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -62,7 +63,7 @@ class ShardedBucket:
         self.layout = ShardLayout(shapes, dist.get_world_size(group))
         self.gather_dtype = gather_dtype or dtype
         self._exchange = exchange(self.layout, group, device, reduce_dtype or dtype, f"{label}: {self.names}")
-        self._shards = shards
+        self._parameters = parameters
         self._reducing = reducing
         self._unreached = unreached
         self.optional: set[int] = set()
@@ -109,7 +110,7 @@ class ShardedBucket:
 
     def gather(self) -> dict[str, torch.Tensor]:
         """All whole tensors by name, exact whatever the dtype on the wire is in training. A collective."""
-        shards = [shard.detach() for shard in self._shards()]
+        shards = [local(parameter).detach() for parameter in self._parameters()]
         indices = range(len(self.names))
         return dict(zip(self.names, self._exchange.gather(self._local(indices, shards))(), strict=True))
 
@@ -157,8 +158,7 @@ class ShardedBucket:
         if self._stash is not None:
             self._finish(self._reduce_stash_and({}))
         found, self._unclaimed = self._unclaimed, {}
-        shards = self._shards()
-        return {self.names[index]: found[index].to(shards[index].dtype) for index in sorted(found)}
+        return {self.names[index]: found[index].to(self.dtype) for index in sorted(found)}
 
     def discard_stash(self) -> None:
         """Forget what is accumulated locally."""
@@ -166,8 +166,9 @@ class ShardedBucket:
 
     def _received(self, given: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Those of the gradients, by index, that the backward under way adds to ``.grad``."""
-        shards = self._shards()
-        return {index: gradient for index, gradient in given.items() if accumulates(shards[index])}
+        parameters = self._parameters()
+        accumulated = accumulates([parameters[index] for index in given])
+        return {i: gradient for (i, gradient), adds in zip(given.items(), accumulated, strict=True) if adds}
 
     def _reduce_stash_and(self, gradients: Mapping[int, torch.Tensor]) -> _Flight:
         """Start reducing the stash together with ``gradients``."""

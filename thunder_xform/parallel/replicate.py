@@ -17,6 +17,7 @@ from thunder_xform.host.operators import operator, tensor_like
 from thunder_xform.parallel import collectives
 from thunder_xform.parallel.accumulation import accumulates
 from thunder_xform.parallel.presence import Presence
+from thunder_xform.parallel.sharded import local
 
 
 class ReplicatedBucket:
@@ -64,16 +65,19 @@ class ReplicatedBucket:
         parameters = self._tensors()
         pieces = self._pieces(flat, gradients)
         present = dict.fromkeys(self.names, True) | dict.fromkeys(self._unreached(), False)
-        for name, piece, gradient, parameter in zip(self.names, pieces, gradients, parameters, strict=True):
+        accumulated = accumulates(parameters)
+        for name, piece, gradient, parameter, adds in zip(
+            self.names, pieces, gradients, parameters, accumulated, strict=True
+        ):
             torch.div(gradient, self._world, out=piece)
-            if parameter.grad is not None and accumulates(parameter):
+            if parameter.grad is not None and adds:
                 # Accumulated without synchronization (or already averaged, then averaging changes nothing); autograd
                 # will put what this returns in its place.
-                piece.add_(parameter.grad, alpha=1.0 / self._world)
+                piece.add_(local(parameter.grad), alpha=1.0 / self._world)
                 parameter.grad = None
                 present[name] = True
         strays = self._strays()
-        if strays and any(map(accumulates, parameters)):
+        if strays and any(accumulated):
             reduce_accumulated(strays, self.group, flat.nbytes, self._optional_strays())
         self._presence = Presence({n: present[n] for n in self.names if n in self._optional}, self.group, flat.device)
         self._pending = collectives.all_reduce(flat, self.group)
@@ -115,7 +119,7 @@ def reduce_accumulated(
         for index in Presence(here, group, optional[0].device).elsewhere():
             optional[index].grad = torch.zeros_like(optional[index])
     world = dist.get_world_size(group)
-    for chunk in collectives.in_chunks([p.grad for p in parameters if p.grad is not None], max_bytes):
+    for chunk in collectives.in_chunks([local(p.grad) for p in parameters if p.grad is not None], max_bytes):
         flat = torch.cat([g.reshape(-1) for g in chunk]).div_(world)
         collectives.all_reduce(flat, group).wait()
         for gradient, values in zip(chunk, flat.split([g.numel() for g in chunk]), strict=True):

@@ -82,7 +82,7 @@ class Handle:
         Raises:
             PipelineError: a plugin distributes parameters and says nothing of their norm, or several plugins do.
         """
-        parameters = [p for p in self._session.parameters().values() if p.grad is not None]
+        parameters = [p for p in self._session.parameters().values() if p.requires_grad or p.grad is not None]
         norm = gradient_norm(self._session, parameters, norm_type)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm

@@ -30,6 +30,7 @@ from thunder_xform.host.sparse import refuse_sparse_gradients
 from thunder_xform.host.types import ThunderModule
 from thunder_xform.host.untouched import UserModule, fingerprint
 from thunder_xform.parallel.agreement import agree_on, refuse_overlaps, together
+from thunder_xform.parallel.placements import distributed_parameters
 from thunder_xform.pipeline.guard_key import GuardKey
 from thunder_xform.pipeline.hooks import PluginHooks
 
@@ -140,6 +141,7 @@ class Session:
 
     def _seal(self) -> None:
         self.key = GuardKey(self.hooks, self.module._model)
+        self.ledger.distribute(distributed_parameters(self.ledger))
         self.optimizers = OptimizerCheck(self.ledger, self.parameters)
         if self.ledger.release_requested:
             self.ledger.release_originals()
@@ -212,5 +214,5 @@ class Session:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Live parameters by name, tied ones once."""
         return {
-            name: tensor for name in self.ledger if isinstance(tensor := self.ledger.tensor(name), torch.nn.Parameter)
+            name: tensor for name in self.ledger if isinstance(tensor := self.ledger.visible(name), torch.nn.Parameter)
         }

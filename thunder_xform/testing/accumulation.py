@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from thunder_xform.pipeline import handle
 
@@ -104,6 +105,8 @@ def gradient_errors(model: Any, plain: torch.nn.Module, group: dist.ProcessGroup
         if wanted is None or found is None:
             errors[name] = 0.0 if wanted is found else float("inf")
             continue
+        if isinstance(found, DTensor):
+            found = found.redistribute(placements=parameter.placements).to_local()  # type: ignore[attr-defined]
         if found.shape != wanted.shape:
             wanted = own_rows(wanted, group)
         if found.shape != wanted.shape or found.dtype != parameter.dtype:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import thunder_xform as tx
 from thunder_xform import parallel
@@ -38,6 +39,9 @@ class DDP(tx.Plugin[Options]):
             written = source is not None or params.version(name).kind == "buffer" or params.tensor(name).requires_grad
             if written and _shares_storage(params.tensor(name), params.original(name)):
                 params.replace(name, params.tensor(name).detach().clone())
+        option = self.options.process_group
+        for name in params:
+            params.replicate(name, option if isinstance(option, DeviceMesh) else self._group)
         if source is not None:
             parallel.broadcast([params.tensor(name).detach() for name in names], source, self._group)
         if self.options.release_originals:
@@ -65,15 +69,16 @@ class DDP(tx.Plugin[Options]):
     def _plan(self, computation: tx.Computation, ctx: tx.Context) -> list[list[str]]:
         """Parameter names per bucket, in the order in which the backward finishes their gradients."""
         names = list(reversed(computation.differentiable_parameters))
-        tensors = {id(tensor): name for name, tensor in ctx.parameters.items()}
-        chunks = parallel.in_chunks([ctx.tensor(name) for name in names], int(self.options.bucket_cap_mb * 2**20))
-        return [[tensors[id(tensor)] for tensor in chunk] for chunk in chunks]
+        stored = {name: ctx.tensor(name) for name in names}
+        by_tensor = {id(tensor): name for name, tensor in stored.items()}
+        chunks = parallel.in_chunks(list(stored.values()), int(self.options.bucket_cap_mb * 2**20))
+        return [[by_tensor[id(tensor)] for tensor in chunk] for chunk in chunks]
 
     def _bucket(
         self, names: Sequence[str], ctx: tx.Context, strays: Callable[[], list[str]]
     ) -> tuple[Sequence[str], Any]:
         def live(names: Sequence[str]) -> list[torch.Tensor]:
-            return [ctx.tensor(name) for name in names]
+            return [ctx.parameter(name) for name in names]
 
         bucket = parallel.ReplicatedBucket(
             names,

@@ -268,7 +268,7 @@ def set_adapters(model, adapted):
     with torch.no_grad():
         for name, parameter in tx.handle(model).parameters.items():
             if "lora" in name and "unused" not in name:
-                parameter.copy_(own_rows(adapted.of(name)))
+                parameter.to_local().copy_(own_rows(adapted.of(name)))
 
 
 def lora(names, fsdp, dropout):
@@ -310,7 +310,7 @@ def lora(names, fsdp, dropout):
         assert all("lora" in n for n in trained)
         assert all(p.grad is None for n, p in handle.parameters.items() if n not in trained)
         wanted = {n: own_rows(adapted.of(n).grad) for n in trained}
-        found = [(p.grad - wanted[n]).abs().max().item() for n, p in trained.items() if p.numel()]
+        found = [(p.grad.to_local() - wanted[n]).abs().max().item() for n, p in trained.items() if wanted[n].numel()]
         errors[name] = max(found, default=0.0)
     kinds = ("xform_scatter_start", "xform_stash_gradients")
     labels = [b.args[0].label for b in thunder.last_backward_traces(model)[-1].bound_symbols if b.sym.name in kinds]

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import thunder_xform as tx
 from thunder_xform.testing.accumulation import STYLES, accumulate_eager, gradient_errors, one_context
@@ -252,6 +253,8 @@ def penalized(model, a, b):
     """Parameters get gradients from outside of the compiled model, too."""
     for x in (a, b):
         penalty = sum((p * p.detach()).sum() for p in model.parameters() if p.requires_grad)
+        if isinstance(penalty, DTensor):
+            penalty = penalty.full_tensor()
         (loss_of(model, x) + 0.1 * penalty).backward()
 
 

@@ -302,7 +302,8 @@ def memory(zero, prefetch=1):
             found["backward peak"].append(live.peak)
             del loss
             found["kept"].append(settled(live, 0.51 * everything))
-    storages = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()}
+    held = [p.grad.to_local().untyped_storage() for p in model.parameters()]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in held}
     # The least of several: gloo's threads may be late to let go of what is no longer needed.
     return {what: min(seen) / everything for what, seen in found.items()} | {
         "gradients": sum(storages.values()) / everything

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 import thunder_xform as tx
 from thunder_xform import parallel
@@ -29,6 +31,8 @@ class FSDP(tx.Plugin[Options]):
     @tx.hookimpl
     def update_model_state(self, params: tx.Parameters, ctx: tx.Context) -> None:
         (self._group,) = self.process_groups()
+        option = self.options.process_group
+        self._mesh = option if isinstance(option, DeviceMesh) else self._group
         self._buckets: list[parallel.ShardedBucket] = []
         self._home: dict[str, tuple[parallel.ShardedBucket, int]] = {}
         self._leftovers = parallel.AfterBackward(lambda: self._reduce_leftovers(ctx))
@@ -67,7 +71,7 @@ class FSDP(tx.Plugin[Options]):
             dtype,
             device,
             self._group,
-            lambda: [ctx.tensor(name) for name in names],
+            lambda: [ctx.parameter(name) for name in names],
             self._leftovers.request,
             wire_dtype,
             getattr(torch, options.reduce_dtype) if options.reduce_dtype else None,
@@ -75,7 +79,8 @@ class FSDP(tx.Plugin[Options]):
         )
         layout = f"rows {bucket.rank}/{bucket.layout.world}"
         for index, name in enumerate(names):
-            params.replace(name, bucket.store(index, self._agreed(params, name, device)), layout=layout)
+            shard = bucket.store(index, self._agreed(params, name, device))
+            params.replace(name, shard, layout=layout, mesh=self._mesh, placement=Shard(0))
             self._home[name] = (bucket, index)
         self._buckets.append(bucket)
 
@@ -145,8 +150,7 @@ class FSDP(tx.Plugin[Options]):
     def sync_gradients(self, ctx: tx.Context) -> None:
         for bucket in self._buckets:
             for name, gradient in bucket.reduce_stash().items():
-                parameter = ctx.tensor(name)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                parallel.add_gradient(ctx.parameter(name), gradient)
 
     @tx.hookimpl
     def discard_gradients(self) -> None:
@@ -157,21 +161,6 @@ class FSDP(tx.Plugin[Options]):
         """With a reducing backward everything is due, also what it did not reach."""
         if any(bucket.holds_gradients for bucket in self._buckets):
             ctx.sync_gradients()
-
-    @tx.hookimpl
-    def gradient_norm(self, parameters: list[torch.nn.Parameter], norm_type: float) -> torch.Tensor:
-        if norm_type <= 0:
-            raise tx.errors.ParallelError(
-                f"Plugin 'fsdp' cannot combine norms of the order {norm_type} over ranks.", "Use a positive order."
-            )
-        # Some ranks may hold nothing; whatever they hold, all must call the same collective on the same dtype.
-        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type).to(self._buckets[0].device, torch.float64)
-        largest = norm_type == float("inf")
-        power = norm if largest else norm**norm_type
-        dist.all_reduce(power, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._group)
-        exact = any(bucket.dtype == torch.float64 for bucket in self._buckets)
-        return (power if largest else power ** (1 / norm_type)).to(torch.float64 if exact else torch.float32)
 
     @tx.hookimpl
     def export_state(self, state: dict[str, torch.Tensor], ctx: tx.Context) -> dict[str, torch.Tensor]:
