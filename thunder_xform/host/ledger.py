@@ -74,6 +74,7 @@ class Ledger:
             owner=owner,
             origin=owner,
             whole_shape=stored,
+            whole_layout=layout,
         )
         self._history[names[0]] = [(stage, version)]
         self._aliases[names[0]] = names
@@ -227,6 +228,7 @@ class Ledger:
             decode=decode,
             placed=places,
             whole_shape=whole,
+            whole_layout=layout if placed is None and layout != current.layout else current.whole_layout,
         )
         history = self._history[name]
         if history[-1][0] == stage:

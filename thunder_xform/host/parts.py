@@ -60,16 +60,16 @@ class Parts:
         return made
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor that the compiled model holds for a parameter or buffer of the user's module."""
+        """The parameter or buffer of the user's module as the transformed model's ``named_parameters()`` yields it."""
         ledger = self.session.ledger
         version = ledger.latest(name)
-        if version.layout != "dense":
+        if version.whole_layout != "dense":
             raise PipelineError(
                 f"{name!r} of the transformed {self.whole} is held as {version.layout!r} by {version.owner!r}.",
                 f"Read thunder_xform.handle(model).state_dict()[{name!r}].",
                 name=name,
             )
-        tensor: torch.Tensor = ledger.tensor(name)
+        tensor: torch.Tensor = ledger.visible(name)
         return tensor
 
     def check_call(self, path: str) -> None:
@@ -78,6 +78,9 @@ class Parts:
             self._refuse(path, "thunder.jit would compile it without them")
         if self.rewriters:
             self._refuse(path, f"{', '.join(map(repr, self.rewriters))} changed what the model computes")
+        inside = (n for n in self.session.ledger if n.startswith(f"{path}."))
+        if any(self.session.ledger.distributed(name) is not None for name in inside):
+            self._refuse(path, "its parameters lie on several ranks")
         if self.session.groups and torch.is_grad_enabled():
             self._refuse(path, "its gradients would not be reduced", " Under torch.no_grad() the part runs alone, too.")
 

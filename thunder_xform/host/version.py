@@ -29,6 +29,7 @@ class Version:
         decode: gives the logical value where the layout is another than ``"dense"``, if whoever wrote it can.
         placed: the ranks that hold other parts or copies of the stored tensor, in the order in which it was cut.
         whole_shape: shape of the stored tensor before it was cut.
+        whole_layout: layout of the stored tensor before it was cut.
     """
 
     name: str
@@ -44,3 +45,4 @@ class Version:
     decode: Callable[[], torch.Tensor] | None = field(default=None, compare=False, repr=False)
     placed: tuple[Placed, ...] = field(default=(), compare=False, repr=False)
     whole_shape: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    whole_layout: str = field(default="dense", compare=False, repr=False)
