@@ -146,7 +146,8 @@ def whole_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
     parameter_names(session, optimizer)
 
     def loaded(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
-        return part(session, name, value) if value.dim() or not _whole_shape(session, name) else value
+        own = value.dim() or not _whole_shape(session, name)
+        return distributed(session, name, part(session, name, value)) if own else value
 
     optimizer.register_state_dict_post_hook(lambda optimizer, state: _mapped(session, optimizer, state, whole))
     optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: _mapped(session, optimizer, state, loaded))
@@ -163,7 +164,7 @@ def whole_module_states(session: Session) -> None:
     def cut(module: torch.nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
         for name, _ in module.named_parameters(remove_duplicate=False):
             if prefix + name in state:
-                state[prefix + name] = part(session, name, state[prefix + name])
+                state[prefix + name] = distributed(session, name, part(session, name, state[prefix + name]))
 
     session.module.register_state_dict_post_hook(gather)
     session.module.register_load_state_dict_pre_hook(cut)

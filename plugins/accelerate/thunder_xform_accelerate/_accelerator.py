@@ -62,13 +62,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"{self.num_processes} processes train with {names}, which synchronizes no gradients.",
                 "Add a transform that distributes the model, such as 'ddp' or 'fsdp'.",
             )
-        if self.scaler is not None and any(
-            handle.distributed(name, p.detach()).shape != p.shape for name, p in handle.parameters.items()
-        ):
-            raise tx.errors.PipelineError(
-                "Gradient scaling looks for overflows in this rank's part of sharded gradients only.",
-                "Use mixed_precision='bf16', or the plugin 'ddp'.",
-            )
         devices = {p.device.type for p in handle.parameters.values()}
         if devices - {self.device.type}:
             raise tx.errors.PipelineError(

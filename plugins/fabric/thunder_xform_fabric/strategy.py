@@ -112,19 +112,8 @@ class ThunderStrategy(DDPStrategy):
         pipeline = self._pipeline()
         ours = pipeline.model is module
         model = module if ours else transform(module, pipeline, self._jit, self._executors)
-        self._check_scaling(tx.handle(model))
         self._models.add(model)
         return model
-
-    def _check_scaling(self, handle: tx.Handle) -> None:
-        scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None and any(
-            handle.distributed(n, p.detach()).shape != p.shape for n, p in handle.parameters.items()
-        ):
-            raise tx.errors.PipelineError(
-                "Gradient scaling looks for overflows in this rank's part of sharded gradients only.",
-                "Use precision='bf16-mixed', or the plugin 'ddp'.",
-            )
 
     def _pipeline(self) -> tx.Pipeline:
         if isinstance(self._transforms, tx.Pipeline):

@@ -113,4 +113,4 @@ def test_v31_v35_nothing_is_cut_or_half_loaded(ranks, tmp_path):
     for found in results:
         (kind, text), same = found["mesh"]
         assert (kind, same) == ("CheckpointError", True)
-        assert text.startswith("'0.weight' is stored in rows, as (6, 4), over ")
+        assert text.startswith("'0.weight' is stored as (6, 4) in (Shard(dim=0),) over ")
