@@ -13,6 +13,7 @@ from rich import progress
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -127,5 +128,6 @@ def plot(curves: list[Curve], file: Path) -> None:
 def base_memory(gpt: nn.Module, handle: tx.Handle) -> str:
     """What the frozen weights take, in the plain model and on this rank."""
     plain = sum(parameter.nbytes for parameter in gpt.parameters())
-    held = sum(p.nbytes for p in handle.parameters.values() if not p.requires_grad)
+    frozen = [p for p in handle.parameters.values() if not p.requires_grad]
+    held = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in frozen)
     return f"Base weights: {plain / 2**20:.2f} MiB in the plain model, {held / 2**20:.2f} MiB on each rank"
