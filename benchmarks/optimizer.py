@@ -1,4 +1,4 @@
-"""What an optimizer's step costs on parameters that ``fsdp`` cuts, next to the same on plain tensors of the same shapes.
+"""What an optimizer's step costs on parameters that ``fsdp`` cuts, next to plain tensors of the same shapes.
 
 One process with a process group of its own: the shards are whole, so both move the same bytes, and what differs is
 what PyTorch does for each tensor. Measured in pairs, one step of each in turn, in CPU time. Printed are the medians of
@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from itertools import chain
 
+import thunder_xform as tx
+
 import torch
 import torch.distributed as dist
-
-import thunder_xform as tx
 
 import thunder  # isort: skip
 
