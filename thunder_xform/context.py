@@ -44,6 +44,7 @@ class Session(Protocol):
     groups: list[Any]
     no_sync_depth: int
     unreached: set[str]
+    whole_states: bool
 
     @property
     def names(self) -> tuple[str, ...]: ...

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from thunder_xform.errors import CheckpointError
+from thunder_xform.parallel.sharded import placed_as
 
 if TYPE_CHECKING:
     from thunder_xform.context import Session
@@ -37,9 +38,7 @@ def distributed(session: Session, name: str, local: torch.Tensor) -> torch.Tenso
             "Pass the parameter, its gradient, or a tensor made like them.",
             name=name,
         )
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return placed_as(local, like._spec)
 
 
 def local(session: Session, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -166,6 +165,9 @@ def whole_module_states(session: Session) -> None:
             if prefix + name in state:
                 state[prefix + name] = distributed(session, name, part(session, name, state[prefix + name]))
 
+    if session.whole_states:
+        return
+    session.whole_states = True
     session.module.register_state_dict_post_hook(gather)
     session.module.register_load_state_dict_pre_hook(cut)
 

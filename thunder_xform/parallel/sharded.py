@@ -125,11 +125,12 @@ def _run(func: Any, args: Any, local: list[Any], named: dict[str, Any], specs: A
         torch.autograd.graph.increment_version(local[0])
         return None if result is None else args[0]
     if isinstance(result, list | tuple):
-        return [_like(tensor, spec) for tensor, spec in zip(result, specs, strict=True)]
-    return _like(result, specs)
+        return [placed_as(tensor, spec) for tensor, spec in zip(result, specs, strict=True)]
+    return placed_as(result, specs)
 
 
-def _like(tensor: torch.Tensor, spec: Any) -> ShardedTensor:
+def placed_as(tensor: torch.Tensor, spec: Any) -> ShardedTensor:
+    """This rank's part ``tensor`` of a whole that lies as ``spec`` says, in the dtype of the part."""
     if tensor.dtype != spec.tensor_meta.dtype:
         return ShardedTensor(tensor, respec(spec, dtype=tensor.dtype), requires_grad=False)
     return ShardedTensor(tensor, spec, requires_grad=False)

@@ -84,6 +84,8 @@ class Session:
         self.no_sync_depth = 0
         #: parameters without a gradient in the backward under way, on this rank
         self.unreached: set[str] = set()
+        #: whether the model's own `state_dict()` gives whole tensors
+        self.whole_states = False
         self.events: list[CompileEvent] = []
         self.attached = 0
         self.groups: list[Any] = []

@@ -72,6 +72,12 @@ class ThunderTrainerStrategy(DDPStrategy):
                 if handle.knows(optimizer):
                     handle.adopt(optimizer)
 
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Load whole tensors, before the optimizers are there."""
+        for handle in self._handles():
+            handle.whole_states()
+        super().load_model_state_dict(checkpoint, strict)
+
     def on_exception(self, exception: BaseException) -> None:
         """Nothing: the hints that Lightning adds are about torch's DDP."""
 
