@@ -1,7 +1,7 @@
-"""What an optimizer's step costs on parameters that ``fsdp`` cuts, next to plain tensors of the same shapes.
+"""What an optimizer's step costs on parameters that ``fsdp`` cuts, next to plain tensors in the same memory.
 
-One process with a process group of its own: the shards are whole, so both move the same bytes, and what differs is
-what PyTorch does for each tensor. Measured in pairs, one step of each in turn, in CPU time. Printed are the medians of
+One process with a process group of its own. Both move the same bytes, so what differs is what PyTorch does for each
+tensor. Measured in pairs, one step of each in turn, in CPU time. Printed are the medians of
 both, the median of the ratios of the pairs, and their quartiles.
 
     python benchmarks/optimizer.py [--pairs N] [--layers N] [--width N]
@@ -31,22 +31,20 @@ OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer
 }
 
 
-def models(layers: int, width: int) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A plain model and a transformed one, with gradients."""
-
-    def made() -> torch.nn.Module:
-        torch.manual_seed(0)
-        blocks = [
-            [torch.nn.LayerNorm(width), torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)]
-            for _ in range(layers)
-        ]
-        return torch.nn.Sequential(*chain(*blocks))
-
-    plain, ours = made(), thunder.jit(made(), transforms=tx.registry.resolve(["fsdp"]))
-    x = torch.randn(2, width)
-    for model in (plain, ours):
-        model(x).square().mean().backward()
-    return plain, ours
+def parameters(layers: int, width: int) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Plain parameters and sharded ones, with gradients, in the same memory."""
+    blocks = [
+        [torch.nn.LayerNorm(width), torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)]
+        for _ in range(layers)
+    ]
+    plain = torch.nn.Sequential(*chain(*blocks))
+    model = thunder.jit(plain, transforms=tx.registry.resolve(["fsdp"]))
+    model(torch.randn(2, width)).square().mean().backward()
+    ours = list(model.parameters())
+    alike = [torch.nn.Parameter(p.to_local().detach()) for p in ours]
+    for parameter, p in zip(alike, ours, strict=True):
+        parameter.grad = p.grad.to_local()
+    return alike, ours
 
 
 def timed(step: Callable[[], object]) -> float:
@@ -64,10 +62,10 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.NamedTemporaryFile() as file:
         dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
-        pair = models(arguments.layers, arguments.width)
+        pair = parameters(arguments.layers, arguments.width)
         print(f"{'':30} {'plain':>9} {'fsdp':>9}   ratio  [quartiles]")
         for name, make in OPTIMIZERS.items():
-            steps = [make(list(model.parameters())).step for model in pair]
+            steps = [make(group).step for group in pair]
             found: tuple[list[float], list[float]] = ([], [])
             for number in range(arguments.pairs + 2):
                 for index in (0, 1) if number % 2 else (1, 0):

@@ -34,6 +34,9 @@ ELEMENTWISE = frozenset(_overloads())
 #: Unscales gradients, and finds out whether one of them overflowed.
 SCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
+#: The norm of all elements, of one tensor or of each in a list.
+NORMS = frozenset({torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar})
+
 
 @cache
 def mutates(func: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from thunder_xform.errors import ParallelError
-from thunder_xform.parallel.elementwise import ELEMENTWISE, SCALING, mutates
+from thunder_xform.parallel.elementwise import ELEMENTWISE, NORMS, SCALING, mutates
 
 _DTENSOR_DISPATCH = DTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
 
@@ -37,6 +37,8 @@ class ShardedTensor(DTensor):
                 return _run(func, args, *unwrapped)
         elif func is SCALING:
             return _unscale(func, *args)
+        elif func in NORMS and len(args) < 3:
+            args = _without_gaps(*args)
         result = _DTENSOR_DISPATCH(cls, func, types, args, kwargs or {})
         if mutates(func) and isinstance(args[0], DTensor):
             torch.autograd.graph.increment_version(args[0]._local_tensor)
@@ -140,6 +142,20 @@ def respec(spec: Any, dtype: torch.dtype) -> Any:
     """The same placement of a tensor with another dtype."""
     meta = spec.tensor_meta
     return type(spec)(spec.mesh, spec.placements, tensor_meta=type(meta)(meta.shape, meta.stride, dtype))
+
+
+def _without_gaps(tensors: Any, *order: float) -> tuple[Any, ...]:
+    """Arguments of a norm. A rank without rows takes part with a zero: of none there is no largest element."""
+    if order and order[0] < 0:
+        return tensors, *order
+    several = isinstance(tensors, list | tuple)
+    filled = [
+        placed_as(t._local_tensor.new_zeros([max(n, 1) for n in t._local_tensor.shape]), t._spec)
+        if isinstance(t, DTensor) and t.numel() and not t._local_tensor.numel()
+        else t
+        for t in (tensors if several else (tensors,))
+    ]
+    return filled if several else filled[0], *order
 
 
 def _unscale(func: Any, gradients: list[Any], found: torch.Tensor, inverse: torch.Tensor) -> None:

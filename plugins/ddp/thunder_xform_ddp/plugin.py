@@ -98,7 +98,7 @@ class DDP(tx.Plugin[Options]):
     @tx.hookimpl
     def sync_gradients(self, ctx: tx.Context) -> None:
         cap = int(self.options.bucket_cap_mb * 2**20)
-        optional = [ctx.tensor(name) for name in sorted(self._optional)]
+        optional = [ctx.parameter(name) for name in sorted(self._optional)]
         parallel.reduce_accumulated(ctx.parameters.values(), self._group, cap, optional)
 
 

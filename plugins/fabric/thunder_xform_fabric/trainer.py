@@ -38,7 +38,7 @@ class ThunderTrainerStrategy(DDPStrategy):
 
     ``accumulate_grad_batches`` defers their gradient collectives; checkpoints hold whole tensors, which any number of
     processes loads. Clip gradients in ``configure_gradient_clipping``, by ``tx.handle(self.net).clip_grad_norm_(...)``:
-    the Trainer's own clipping sees only this rank's part of sharded gradients and is refused.
+    the Trainer's own clipping does not know how plugins distribute gradients and is refused.
     """
 
     def _setup_model(self, model: Module) -> Any:

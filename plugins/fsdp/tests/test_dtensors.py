@@ -94,10 +94,9 @@ def clipped():
     for order in (1.0, 2.0, float("inf")):
         gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (model, expected)]
         wanted = torch.nn.utils.get_total_norm(gradients[1], order)
-        if order < float("inf"):  # torch knows no largest element of a rank without rows
-            errors[f"norm {order}"] = abs(
-                whole(torch.nn.utils.get_total_norm(gradients[0], order)).item() - wanted.item()
-            )
+        for foreach in (False, True):  # one rank has no rows of `gain`
+            norm = torch.nn.utils.get_total_norm(gradients[0], order, foreach=foreach)
+            errors[f"norm {order}, foreach={foreach}"] = abs(whole(norm).item() - wanted.item())
         errors[f"handle {order}"] = abs(tx.handle(model).clip_grad_norm_(1e9, order).item() - wanted.item())
     norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, expected)]
     errors["clip_grad_norm_"] = abs(whole(norms[0]).item() - norms[1].item())
