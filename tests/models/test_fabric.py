@@ -73,7 +73,7 @@ def on_a_rank(path):
     fabric.launch()
     model = built(dist.get_rank())  # All ranks train rank 0's.
     model, optimizer = fabric.setup(model, optimizer_of(model))
-    shards = sum(p.numel() for p in model.parameters())
+    shards = sum(p.to_local().numel() for p in model.parameters())
     losses, norms = [], []
     for step in batches()[:, :, dist.get_rank()]:
         for number, tokens in enumerate(step, start=1):
