@@ -10,10 +10,7 @@ import torch
 from thunder_xform.cli import main
 
 MODELS = """
-import itertools
 import torch
-
-calls = itertools.count(1)
 
 
 class Scaled(torch.nn.Module):
@@ -27,7 +24,7 @@ class Scaled(torch.nn.Module):
 
 class Different(Scaled):
     def forward(self, x):
-        return self.linear(x) * next(calls)
+        return self.linear(x) * (2 if torch.compiler.is_compiling() else 1)
 
 
 def small():
