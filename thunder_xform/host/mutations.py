@@ -112,7 +112,7 @@ class Watch:
         self._setting = 0
         self._writes: dict[Hashable, Write] = {}
         self._reads: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-        self._outside = Outside()
+        self._outside = Outside(self._reachable)
 
     def lookasides(self) -> dict[Any, Callable[..., Any]]:
         """What Thunder's interpreter is to call in place of functions that change things."""
@@ -160,8 +160,9 @@ class Watch:
     def take(self) -> tuple[Write, ...]:
         """:attr:`writes`, and forget the trace."""
         taken = self.writes
-        self._writes, self._reads, self._outside, self._tracing = {}, {}, Outside(), None
+        self._writes, self._reads, self._tracing = {}, {}, None
         self._reachable = Reachable(torch.nn.Module())
+        self._outside = Outside(self._reachable)
         return taken
 
     def stamp(self) -> tuple[Stamp, dict[str, str]]:
@@ -214,7 +215,7 @@ class Watch:
             self.answers.begin()
             self._judge = Judge()
             self._tracing, self._reachable = tracing, Reachable(self._root)
-            self._writes, self._reads, self._outside = {}, {}, Outside()
+            self._writes, self._reads, self._outside = {}, {}, Outside(self._reachable)
             self._outside.begin()
 
     def _note(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from thunder.core.interpreter import get_interpretercompilectx
 
-from thunder_xform.host.reachable import ARRAYS
+from thunder_xform.host.reachable import ARRAYS, Reachable
 from thunder_xform.host.stamp import MISSING, expected
 
 _CONTAINERS = (list, dict, set, deque, *ARRAYS)
@@ -20,12 +20,16 @@ _ENVIRONMENT: Any = os.environ
 class Outside:
     """Containers that global names lead to, callables of global objects, and the environment, as a trace read them.
 
+    Args:
+        reachable: what the model holds, which is compared apart.
+
     Attributes:
         reads: a dictionary, a key in it, and ``stamp.expected`` of what it held when it was read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reachable: Reachable) -> None:
         self.reads: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._reachable = reachable
         self._seen: set[int] = set()
 
     def begin(self) -> None:
@@ -61,7 +65,9 @@ class Outside:
 
     def _contents(self, container: Any) -> None:
         value = container.value if container.original_value is container.nothing else container.original_value
-        if isinstance(value, _CONTAINERS) and id(value) not in self._seen and is_global(container.provenance):
+        if not isinstance(value, _CONTAINERS) or id(value) in self._seen or not is_global(container.provenance):
+            return
+        if value not in self._reachable and id(value) not in self._reachable.members:
             self._seen.add(id(value))
             self.reads.append(({"": value}, "", expected(value)))
 

@@ -10,7 +10,7 @@ from thunder.core.interpreter import get_interpreterruntimectx
 
 _OURS = ("thunder.", "thunder_xform.")
 # Functions of these are called by users, who did not write them.
-_LIBRARIES = ("torch.", "random.")
+_LIBRARIES = ("torch.", "random.", "lightning.fabric.wrappers.", "lightning_fabric.wrappers.")
 
 
 def place() -> str:

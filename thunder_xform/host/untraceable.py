@@ -29,7 +29,7 @@ from thunder_xform.host.places import in_users_code, place, spelled_place
 from thunder_xform.host.reasons import reason
 
 _THUNDER, _OURS = (str(Path(file).parent) for file in (thunder.__file__, __file__))
-_PLUGINS = str(Path(_OURS).parent / "pipeline" / "hooks.py")
+_PLUGINS = [str(Path(_OURS).parent / "pipeline" / file) for file in ("hooks.py", "guard_key.py")]
 #: what Python's protocols raise and catch again: no sign that something is wrong
 _PROTOCOL = (AttributeError, LookupError, StopIteration, GeneratorExit, Warning)
 _PASSES = "apply_transforms_and_build_cache_entry"
@@ -136,7 +136,7 @@ def _compiles(code: CodeType) -> bool:
 
 def _is_judged(frames: list[FrameType]) -> bool:
     """Whether an error comes from interpreted code, and was judged there, or from a plugin."""
-    return any(frame.f_code.co_name == "fn_" or frame.f_code.co_filename == _PLUGINS for frame in frames)
+    return any(frame.f_code.co_name == "fn_" or frame.f_code.co_filename in _PLUGINS for frame in frames)
 
 
 def _place_of(frames: list[FrameType], model: torch.nn.Module) -> str:

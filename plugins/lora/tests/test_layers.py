@@ -64,7 +64,7 @@ def test_u07_rank_that_is_none(r):
 
 
 def test_u07_rank_zero_says_what_a_rank_is():
-    with pytest.raises(tx.errors.OptionError, match="`r` is 0, but a rank is a whole number of at least 1"):
+    with pytest.raises(tx.errors.OptionError, match=r"is 0, which it does not take\. Give int >= 1\."):
         tx.registry.resolve(["lora"], options={"lora": {"r": 0}})
 
 
