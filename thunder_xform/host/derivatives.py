@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from thunder.core import prims
 from thunder.core.compile_data import get_compile_data
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
@@ -19,7 +18,7 @@ from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from thunder_xform.errors import PipelineError
-from thunder_xform.host.operators import _executor
+from thunder_xform.host.operators import python_call
 from thunder_xform.host.owed import Owed, Unreached
 
 _NAME = "xform_attend_backward"
@@ -60,15 +59,7 @@ def attend_backward(
 
 
 def _attending(owed: Owed) -> Symbol:
-    return Symbol(
-        name=_NAME,
-        id=_NAME,
-        meta=lambda *results: None,
-        is_prim=True,
-        tags=[prims.OpTags.DONT_DCE],
-        executor=_executor,
-        _bind_postprocess=lambda bsym: setattr(bsym, "_call_ctx", {_NAME: partial(_attend, owed)}),
-    )
+    return python_call(_NAME, partial(_attend, owed))
 
 
 def _attend(owed: Owed, *results: Any) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from thunder.core.symbol import Symbol
 
 from thunder_xform.host.ledger import Ledger
-from thunder_xform.host.operators import _executor
+from thunder_xform.host.operators import python_call
 
 
 class _Parts(torch.autograd.Function):
@@ -54,15 +53,4 @@ def parts(ledger: Ledger, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
 
 
 #: ``unpack_parts(module, *names) -> stored tensors``, in prologues.
-unpack_parts = Symbol(
-    name="unpack_parts",
-    id="unpack_parts",
-    meta=lambda module, *names: None,
-    is_prim=True,
-    executor=_executor,
-    _bind_postprocess=lambda bsym: setattr(bsym, "_call_ctx", {"unpack_parts": _unpack}),
-)
-
-
-def _unpack(module: Any, *names: str) -> tuple[torch.Tensor, ...]:
-    return parts(module._ledger, names)
+unpack_parts = python_call("unpack_parts", lambda module, *names: parts(module._ledger, names), returns=True)

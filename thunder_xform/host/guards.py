@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from thunder.core import prims
-from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from thunder_xform.host.arguments import signature
 from thunder_xform.host.functions import call_arguments
-from thunder_xform.host.operators import _executor
+from thunder_xform.host.operators import python_call
 
 #: Modules of torch.nn that compute the same in training and in evaluation.
 _MODE_FREE = (
@@ -104,15 +103,7 @@ def _inserted(prologue: TraceCtx, name: str, holds: Callable[[Any], bool], subje
         if not holds(value):
             raise GuardMiss(name)
 
-    symbol = Symbol(
-        name=name,
-        id=name,
-        meta=lambda value: None,
-        is_prim=True,
-        tags=[prims.OpTags.DONT_DCE],
-        executor=_executor,
-        _bind_postprocess=lambda bsym: setattr(bsym, "_call_ctx", {name: run}),
-    )
+    symbol = python_call(name, run)
     new = from_trace(prologue)
     with tracectx(new):
         check = symbol.bind(subject, output=None)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy
 import torch
 from thunder.core import devices, dtypes
-from thunder.core.interpreter import PseudoInst, default_lookaside, get_interpreterruntimectx, interpreter_needs_wrap
+from thunder.core.interpreter import PseudoInst, default_lookaside, interpreter_needs_wrap
 from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
 from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from thunder_xform.errors import PipelineError, XformError
 from thunder_xform.host.answers import Answers
 from thunder_xform.host.ledger import Ledger
+from thunder_xform.host.origins import is_given, real
 from thunder_xform.host.outside import Outside
 from thunder_xform.host.places import in_users_code, place
 from thunder_xform.host.reachable import MEMBERS, OF_TORCH, Reachable
@@ -222,7 +223,7 @@ class Watch:
         """Leave our notes in place of Thunder's own."""
         notes = self._tracing._additional_outputs
         for target in list(notes):
-            ours = target.watch is self if isinstance(target, _Target) else id(_real(target)) in self._reachable.members
+            ours = target.watch is self if isinstance(target, _Target) else id(real(target)) in self._reachable.members
             if ours:
                 del notes[target]
         for index, write in enumerate(self._writes.values()):
@@ -263,7 +264,7 @@ class Watch:
             self._refuse(f"assigns {label!r} of the class {target.__name__}")
 
     def _set_item(self, fn: Any, container: Any, key: Any, value: Any) -> None:
-        member = self._reachable.members.get(id(_real(container)))
+        member = self._reachable.members.get(id(real(container)))
         if member is None:
             return self._change(fn, container, key)
         owner, kind = member
@@ -272,7 +273,7 @@ class Watch:
         self._record(owner, kind, key.value, value)
 
     def _change(self, fn: Any, container: Any, *rest: Any) -> None:
-        changed = _real(container)
+        changed = real(container)
         member = self._reachable.members.get(id(changed))
         if member is not None:
             owner, kind = member
@@ -281,7 +282,7 @@ class Watch:
             self._refuse(f"changes {self._reachable.labels[id(changed)]!r}, a {type(changed).__name__},")
         if isinstance(changed, dict) and "__builtins__" in changed and rest and not self._setting:
             self._refuse(f"assigns the global {rest[0].value!r}")
-        if _is_given(container.provenance) and not self._setting:
+        if is_given(container.provenance) and not self._setting:
             self._refuse(f"changes a {type(changed).__name__} that is not its own")
 
     def _delete(self, fn: Any, owner: Any, name: Any) -> None:
@@ -292,7 +293,7 @@ class Watch:
         self._refuse("makes a parameter")
 
     def _advance(self, fn: Any, iterator: Any, *rest: Any) -> None:
-        if isinstance(iterator.value, Iterator) and _is_given(iterator.provenance):
+        if isinstance(iterator.value, Iterator) and is_given(iterator.provenance):
             self._refuse(f"advances a {type(iterator.value).__name__} that is not its own")
 
     def _draw(self, fn: Any, *args: Any) -> None:
@@ -362,19 +363,6 @@ def _is_set_by_python(kind: type) -> bool:
     return isinstance(setter, FunctionType) or setter is object.__setattr__
 
 
-def _real(wrapped: Any) -> Any:
-    """The user's own object that the interpreter has in hand, perhaps through a copy of its own."""
-    if wrapped.original_value is not wrapped.nothing:
-        return wrapped.original_value
-    origin = wrapped.provenance
-    if origin.inst is PseudoInst.LOAD_ATTR and origin.inputs[1].value == "__self__":
-        # Reached through a method of the copy, which does not lead back to what was copied.
-        for proxied in get_interpreterruntimectx()._proxied_values:
-            if proxied.value is wrapped.value:
-                return _real(proxied)
-    return wrapped.value
-
-
 def _forget_proxy(wrapped: Any) -> None:
     """Undo what Thunder does so that its epilogue can assign to an object: ours needs no input for it."""
     if hasattr(wrapped, "anyproxy"):
@@ -391,13 +379,3 @@ def _plain(leaf: Any) -> Any:
     if isinstance(leaf, NumberProxy) and leaf.history is not None:
         return leaf.value
     return leaf
-
-
-def _is_given(provenance: Any, steps: int = 0) -> bool:
-    """Whether something is part of an argument or reached from a function: no result of an operation."""
-    inst = getattr(provenance.inst, "value", provenance.inst)
-    if inst in ("INPUT_ARGS", "INPUT_KWARGS", "INPUT_FN"):
-        return steps > 0
-    if inst in ("LOAD_ATTR", "BINARY_SUBSCR"):
-        return _is_given(provenance.inputs[0], steps + 1)
-    return False

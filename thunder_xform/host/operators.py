@@ -11,6 +11,7 @@ from typing import Any
 
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import Symbol
 from thunder.core.transforms import register_grad
 from thunder.core.utils import sequencify
 from thunder.extend import OperatorExecutor
@@ -67,6 +68,22 @@ class Operator:
 
 
 _operators: dict[str, Operator] = {}
+
+
+def python_call(name: str, run: Callable[..., Any], *, returns: bool = False) -> Symbol:
+    """An operator of a prologue or an epilogue that calls ``run``; kept even where nothing reads it, unless it returns.
+
+    In the code that Thunder generates ``name`` leads to ``run``: two of one name in a trace would be one.
+    """
+    return Symbol(
+        name=name,
+        id=name,
+        meta=lambda *values: None,
+        is_prim=True,
+        tags=[] if returns else [prims.OpTags.DONT_DCE],
+        executor=_executor,
+        _bind_postprocess=lambda bsym: setattr(bsym, "_call_ctx", {name: run}),
+    )
 
 
 def operator(

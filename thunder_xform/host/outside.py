@@ -9,6 +9,7 @@ from typing import Any
 
 from thunder.core.interpreter import get_interpretercompilectx
 
+from thunder_xform.host.origins import is_global, real
 from thunder_xform.host.reachable import ARRAYS, Reachable
 from thunder_xform.host.stamp import MISSING, expected
 
@@ -64,7 +65,7 @@ class Outside:
         self.reads.append((data, key, data.get(key, MISSING)))
 
     def _contents(self, container: Any) -> None:
-        value = container.value if container.original_value is container.nothing else container.original_value
+        value = real(container)
         if not isinstance(value, _CONTAINERS) or id(value) in self._seen or not is_global(container.provenance):
             return
         if value not in self._reachable and id(value) not in self._reachable.members:
@@ -74,11 +75,3 @@ class Outside:
 
 def _is_torch(holder: Any) -> bool:
     return isinstance(holder, ModuleType) and holder.__name__.partition(".")[0] in ("torch", "thunder")
-
-
-def is_global(provenance: Any, steps: int = 0) -> bool:
-    """Whether something is reached from the traced function itself, through its globals or what it closes over."""
-    inst = getattr(provenance.inst, "value", provenance.inst)
-    if inst == "INPUT_FN":
-        return steps > 0
-    return inst in ("LOAD_ATTR", "BINARY_SUBSCR") and is_global(provenance.inputs[0], steps + 1)

@@ -16,7 +16,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder_xform.errors import PipelineError
 from thunder_xform.host.dataflow import carrying_gradients
 from thunder_xform.host.mutations import Watch, Write, note_of
-from thunder_xform.host.operators import _executor
+from thunder_xform.host.operators import python_call
 
 Assign = Callable[[str, torch.Tensor], None]
 
@@ -85,12 +85,4 @@ def _assignment(write: Write, number: int, detach: Sequence[bool], assign_buffer
             write.owner.__dict__[write.name] = value
 
     name = f"assign_{number}_{''.join(c if c.isalnum() else '_' for c in write.path)}"
-    return Symbol(
-        name=name,
-        id=name,
-        meta=lambda *values: None,
-        is_prim=True,
-        tags=[prims.OpTags.DONT_DCE],
-        executor=_executor,
-        _bind_postprocess=lambda bsym: setattr(bsym, "_call_ctx", {name: run}),
-    )
+    return python_call(name, run)
