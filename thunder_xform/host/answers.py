@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+import thunder.torch as ltorch
 import torch
 from thunder.core import devices, dtypes
 from thunder.core.interpreter import (
     call_opaque,
     get_interpretercompilectx,
     get_interpreterruntimectx,
-    interpreter_needs_wrap,
     wrap_const,
 )
 from thunder.core.jit_ext import _general_jit_lookaside_map, get_jit_ctx
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from thunder_xform.errors import TracingError
+from thunder_xform.host import unknown
 from thunder_xform.host.dataflow import carried_by
 from thunder_xform.host.places import in_users_code, place
 from thunder_xform.host.replay import CannotReplay, Replay
@@ -37,6 +38,11 @@ from thunder_xform.host.replay import CannotReplay, Replay
 _CONSTANTS = {"layout": torch.strided, "is_sparse": False, "is_quantized": False, "is_meta": False}
 _LAYOUT = ("is_contiguous", "stride", "storage_offset")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+#: what is no operator that writes its result into a tensor
+_OTHERWISE = (
+    *("transpose_", "t_", "swapaxes_", "swapdims_", "unsqueeze_", "squeeze_", "as_strided_", "resize_", "resize_as_"),
+    *("set_", "apply_", "map_", "map2_", "share_memory_", "requires_grad_", "detach_", "bernoulli_", "random_"),
+)
 #: whose hooks change nothing: Fabric's says which backward was called where it was not the trainer's
 _OBSERVERS = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
@@ -56,6 +62,7 @@ class Answers:
             TensorProxy.device.fget: lambda tensor: devices.to_torch_device(tensor.device),
             TensorProxy.shape.fget: lambda tensor: torch.Size(tensor.shape),
             TensorProxy.requires_grad.fget: _requires_grad,
+            TensorProxy.grad.fget: _grad,
             TensorProxy.__getattr__: self._attribute,
             **{getattr(torch.Tensor, name): functools.partial(self._of_layout, name) for name in _LAYOUT},
             id: self._id,
@@ -63,15 +70,15 @@ class Answers:
             torch.device: torch.device,
             torch.promote_types: torch.promote_types,
             torch.can_cast: torch.can_cast,
+            torch.nn.functional.dropout: _dropout,
         }
 
     def wrapped_lookasides(self) -> dict[Any, Callable[..., Any]]:
         """The same for functions that are given the interpreter's own values."""
-        chooses = {fn: functools.partial(_chosen, fn) for fn in (max, min, sorted)}
-        return {getattr: _getattr, hasattr: _hasattr, bool: _bool, checkpoint: _checkpoint, **chooses}
+        return {getattr: _getattr, hasattr: _hasattr, checkpoint: _checkpoint, **unknown.lookasides()}
 
     def begin(self) -> None:
-        """Answer ``is`` in the trace that is under way."""
+        """Answer ``is``, and see what ``%`` makes text of, in the trace that is under way."""
         tracing = get_jit_ctx()
         if tracing is self._tracing:
             return
@@ -82,6 +89,10 @@ class Answers:
         def interpreted(inst: Any, /, **state: Any) -> Any:
             if inst.opname == "IS_OP":
                 self._prepare_is(state["stack"])
+            elif inst.opname in ("BINARY_OP", "BINARY_MODULO"):
+                left, right = (state["stack"].getitem_wrapped(index).value for index in (-2, -1))
+                if isinstance(left, str):
+                    unknown.refuse_text_of(right)
             return interpret(inst, **state)
 
         compiling._opcode_interpreter = interpreted
@@ -116,6 +127,8 @@ class Answers:
         try:
             return TensorProxy.__getattr__(tensor, name)
         except AttributeError as error:
+            if _has_out_of_place(tensor, name):
+                return functools.partial(call_opaque, functools.partial(_in_place, name.removesuffix("_"), tensor))
             if _has(tensor, name):
                 # No AttributeError, of which code takes that tensors have no such attribute.
                 raise NotImplementedError(str(error)) from error
@@ -139,6 +152,26 @@ class Answers:
             ) from None
 
 
+def _has_out_of_place(tensor: TensorProxy, name: str) -> bool:
+    try:
+        return name.endswith("_") and name not in _OTHERWISE and bool(TensorProxy.__getattr__(tensor, name[:-1]))
+    except AttributeError:
+        return False
+
+
+def _in_place(name: str, tensor: TensorProxy, *args: Any, **kwargs: Any) -> Any:
+    """An operator in place that Thunder knows out of place only."""
+    result = TensorProxy.__getattr__(tensor, name)(*args, **kwargs)
+    if tuple(result.shape) != tuple(tensor.shape):
+        raise NotImplementedError(f"Unknown attribute {name}_")
+    return ltorch.copy_(tensor, result)
+
+
+def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Any:
+    result = ltorch.dropout(input, p, training)
+    return ltorch.copy_(input, result) if inplace and result is not input else result
+
+
 def _hook(name: str, hook: Any = None) -> RemovableHandle:
     if getattr(getattr(hook, "func", hook), "__module__", None) in _OBSERVERS:
         return RemovableHandle(OrderedDict())
@@ -158,7 +191,18 @@ def _requires_grad(tensor: TensorProxy) -> bool:
     return tensor.name in carried_by(bsyms, inputs)
 
 
+def _grad(tensor: TensorProxy) -> NoReturn:
+    where = place()
+    raise TracingError(
+        f"The model reads .grad of a tensor, of which compiled code has none ({where}).",
+        "Pass the gradient as an argument, or take that step outside of forward.",
+        place=where,
+    )
+
+
 def _type(value: Any) -> type:
+    if isinstance(value, NumberProxy) and in_users_code():
+        return value.python_type
     if not isinstance(value, TensorProxy) or not in_users_code():  # Thunder interprets code of its own as well
         return type(value)
     wrapped = next((w for w in get_interpreterruntimectx()._proxied_values if w.value is value), None)
@@ -196,38 +240,6 @@ def _checkpoint(function: Any, *args: Any, use_reentrant: Any = None, context_fn
         args, function = (function, *args, *kwargs.values()), wrap_const(called)
     given = {} if context_fn is None else {"context_fn": context_fn}
     return _general_jit_lookaside_map[checkpoint](function, *args, **given)
-
-
-def _bool(*args: Any) -> Any:
-    if args:
-        _refuse_unknown(args[0].value)
-    return _general_jit_lookaside_map[bool](*args)
-
-
-def _chosen(fn: Any, *args: Any, **kwargs: Any) -> Any:
-    for leaf in tree_leaves([argument.value for argument in args]):
-        _refuse_unknown(leaf)
-    return interpreter_needs_wrap(fn)(*args, **kwargs)
-
-
-def _refuse_unknown(number: Any) -> None:
-    if isinstance(number, NumberProxy) and _is_unknown(number):
-        where = place()
-        raise TracingError(
-            f"The model decides by a number that is only known when it runs ({where}).",
-            "Compute both ways and choose with torch.where, or take the decision outside of forward.",
-            place=where,
-        )
-
-
-def _is_unknown(number: NumberProxy) -> bool:
-    """Whether a number comes from a tensor's data: Thunder compares it as if it were None."""
-    unknown: set[str] = set()
-    for bsym in [b for scope in get_jit_ctx().computation_trace.scopes for b in scope]:
-        made = [o for o in bsym.flat_proxy_outs if isinstance(o, NumberProxy)]
-        if any(o.value is None for o in made) or not unknown.isdisjoint(a.name for a in bsym.flat_proxy_args):
-            unknown |= {o.name for o in made}
-    return number.value is None or number.name in unknown
 
 
 def _layout(arguments: Any) -> list[Any]:

@@ -11,14 +11,21 @@ import sys
 from typing import Any
 
 import torch
+from thunder import _get_cache_info
 from thunder.core import prims
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transform_common import (
+    remove_context_manager_prims_from_trace,
+    wrap_return_value_together_with_arguments,
+)
+from thunder.core.update_aliases import insert_alias_updates
 from thunder.executors import pythonex
 from thunder.executors.passes import transform_for_execution
 
 from thunder_xform.errors import PipelineError
+from thunder_xform.host.untraceable import explain
 
 _CALL = "get_computation_and_inputs"
 
@@ -41,17 +48,18 @@ def adopt(module: ThunderModule, session: Any) -> bool:
     return True
 
 
-def observe(session: Any) -> None:
-    """Check a function's compilation; let the session's watch see it if nothing led to the model while it was traced.
+def observe(session: Any, stage: Any, traces: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Check a function's compilation, of which ``stage`` was given ``traces``, and return what to compile.
 
-    Then it is traced once more, for what that reads and changes; later compilations are watched from the start.
+    If nothing led to the model while it was traced, the function is traced once more, as all its later compilations
+    are: what that reads and changes is seen, and what it asks of tensors gets eager PyTorch's answers.
 
     Raises:
         PipelineError: the plain model is no longer what it was, or the function changes the model's state.
     """
-    data, statistics = compilation_under_way()
+    data, _ = compilation_under_way()
     if data.fn is session.module._model:
-        return
+        return traces
     session.originals.check()
     if name := min(session.assigned.changed, default=""):
         raise PipelineError(
@@ -60,17 +68,43 @@ def observe(session: Any) -> None:
             name=name,
         )
     if data in session.adopters:
-        return
+        return traces
     session.adopters.add(data)
-    session.watch.install(data)
-    args, kwargs = call_arguments()
-    data.acquire_initial_trace(data.fn, args, kwargs, data, statistics, data.executors_list[0])
+    if data not in session.watch.watched:
+        sessions = [session, *(each.session for each in data.transforms if hasattr(each, "session"))]
+        for each in dict.fromkeys(sessions):
+            if each.attached and data not in each.watch.watched:
+                each.watch.install(data)
+        traces = _traced_again(session, stage)
     if writes := session.watch.writes:
         raise PipelineError(
             f"The function lets the plain model assign {writes[0].path!r}, past the transforms ({writes[0].place}).",
             "Compile the model, thunder.jit(model, transforms=pipeline), and call what that returns in the function.",
             name=writes[0].path,
         )
+    return traces
+
+
+def _traced_again(session: Any, stage: Any) -> tuple[Any, Any, Any]:
+    """New traces of the call that is being compiled, as Thunder hands them to ``stage``."""
+    data, statistics = compilation_under_way()
+    args, kwargs = call_arguments()
+    try:
+        prologue, computation, epilogue = data.acquire_initial_trace(
+            data.fn, args, kwargs, data, statistics, data.executors_list[0]
+        )
+    except Exception as error:
+        explain(error, session.module._model, session.watch.refusal())
+        raise
+    computation = remove_context_manager_prims_from_trace(wrap_return_value_together_with_arguments(computation))
+    groups = _get_cache_info().get("alias_tensor_indices", "").split("-")
+    if not data.compile_options.get("skip_inplace_alias_updates", False):
+        computation = insert_alias_updates(computation, [[int(i) for i in g.split(",")] for g in groups if g])
+    for transform in data.transforms[: data.transforms.index(stage)]:
+        prologue, computation, epilogue = transform.transform_traces_pre_prologue(
+            prologue, computation, epilogue, executors_list=data.executors_list
+        )
+    return prologue, computation, epilogue
 
 
 def already_compiled(module: ThunderModule) -> PipelineError:

@@ -32,8 +32,10 @@ from thunder_xform.host.views import View, viewed, written
 _COPY = prims.PrimIDs.COPY_
 #: Updates its running statistics in place, outside of autograd.
 _UPDATES_STATISTICS = "batch_norm"
-#: Write what does not depend on what there was.
-_OVERWRITE = ("copy_", "zero_")
+#: Write what does not depend on what there was, or not smoothly.
+_OVERWRITE = ("copy_", "zero_", "ceil_", "floor_", "eq_", "ne_", "ge_", "gt_", "le_", "lt_", "exponential_")
+#: Eager PyTorch takes their result for what there was.
+_LOGICAL = ("logical_and_", "logical_not_", "logical_or_", "logical_xor_")
 _CHANGE_A_COPY = "Change a copy of it."
 _DETACH = "Detach the value, or change a copy."
 
@@ -161,6 +163,8 @@ class _Rewriting:
 
     def _check(self, bsym: BoundSymbol, root: _Tensor, before: Proxy, new: Proxy) -> None:
         """Refuse a write whose gradients compiled code would get wrong."""
+        if bsym.sym.name in _LOGICAL and before.name in self._carrying():
+            self._refuse(bsym, "changes in place what carries a gradient", "Call it out of place.")
         given = self._given.get(root)
         if given is None and not is_detached(bsym):
             return

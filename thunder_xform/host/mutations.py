@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import numpy
 import torch
@@ -27,14 +28,15 @@ from thunder.core.pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
 from thunder_xform.errors import PipelineError, XformError
+from thunder_xform.host import unknown
 from thunder_xform.host.answers import Answers
 from thunder_xform.host.ledger import Ledger
 from thunder_xform.host.origins import is_given, real
 from thunder_xform.host.outside import Outside
-from thunder_xform.host.places import in_users_code, place
+from thunder_xform.host.places import in_models_code, in_users_code, is_spelled, place
 from thunder_xform.host.reachable import MEMBERS, OF_TORCH, Reachable
 from thunder_xform.host.stamp import MISSING, Stamp, expected, spelled
-from thunder_xform.host.surroundings import is_logging, unrepeatable, write_log
+from thunder_xform.host.surroundings import is_logging, rereadable, unrepeatable, write_log
 from thunder_xform.host.untraceable import Judge
 
 _MUTATORS = {
@@ -104,6 +106,8 @@ class Watch:
     def __init__(self, root: torch.nn.Module, ledger: Ledger) -> None:
         #: answers what traced code asks of tensors
         self.answers = Answers()
+        #: the compile data that it is installed in
+        self.watched: WeakSet[Any] = WeakSet()
         self._root = root
         self._ledger = ledger
         self._unrepeatable = unrepeatable()
@@ -124,7 +128,10 @@ class Watch:
             delattr: self._delete,
             object.__setattr__: lambda *_: None,
             torch.nn.Parameter: self._make_parameter,
-            **dict.fromkeys((bool, max, min, sorted, checkpoint), lambda *_: None),
+            **dict.fromkeys((*unknown.lookasides(), checkpoint), lambda *_: None),
+            **dict.fromkeys((vars, dir), self._read_all),
+            **dict.fromkeys(rereadable(), lambda *call: self._outside.reread(*call)),
+            type(os.environ).__setitem__: lambda *call: self._refuse("sets a variable of the environment"),
             next: self._advance,
             iter: self._advance,
             type(os.environ).__getitem__: lambda *call: self._outside.environment(*call),
@@ -138,6 +145,7 @@ class Watch:
 
     def install(self, data: Any) -> None:
         """Watch all compilations of Thunder's compile data."""
+        self.watched.add(data)
         data.executor_lookasides |= self.answers.lookasides() | self.answers.wrapped_lookasides()
         add_lookasides(data.executor_lookasides, self.lookasides(), lambda lookaside: lookaside)
 
@@ -181,7 +189,7 @@ class Watch:
                 "repeat.",
                 _ELSEWHERE,
             )
-        return Stamp(self._reads.values(), self._outside.reads, self._root.modules()), described
+        return Stamp(self._reads.values(), self._outside, self._root.modules()), described
 
     # -- what the interpreter calls ----------------------------------------------------------------------------------
 
@@ -235,6 +243,8 @@ class Watch:
 
     def _read(self, fn: Any, owner: Any, name: Any, *default: Any) -> None:
         target, label = owner.value, name.value
+        if label == "__dict__" and is_spelled("__dict__"):
+            return self._read_all(fn, owner)
         if not hasattr(target, "__dict__") or label.startswith("__"):
             return
         if id(target) not in self._reachable.labels:
@@ -248,6 +258,10 @@ class Watch:
                 return
         # As it is now: what code that is not traced changes in place later makes the next call trace again.
         self._reads[id(target), label] = target, label, expected(vars(target).get(label, MISSING))
+
+    def _read_all(self, fn: Any, owner: Any = None) -> None:
+        if owner is not None and in_models_code():
+            self._outside.everything(owner)
 
     def _set_attribute(self, fn: Any, owner: Any, name: Any, value: Any) -> None:
         target, label = owner.value, name.value
@@ -298,7 +312,7 @@ class Watch:
 
     def _draw(self, fn: Any, *args: Any) -> None:
         if in_users_code():
-            self._refuse(f"reads {self._unrepeatable[fn]}", "Draw with PyTorch's operators, or pass it as an argument.")
+            self._refuse(self._unrepeatable[fn], "Draw with PyTorch's operators, or pass it as an argument.")
 
     # -- notes -------------------------------------------------------------------------------------------------------
 

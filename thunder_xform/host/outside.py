@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
-from types import ModuleType
+from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import get_interpretercompilectx
 
 from thunder_xform.host.origins import is_global, real
@@ -26,10 +30,16 @@ class Outside:
 
     Attributes:
         reads: a dictionary, a key in it, and ``stamp.expected`` of what it held when it was read.
+        classes: a class and the name of an attribute that was looked up in it, perhaps in vain.
+        functions: what was called and is not the language's, PyTorch's or Thunder's; its code and defaults may change.
+        settings: functions and their arguments that read a setting, and what they gave.
     """
 
     def __init__(self, reachable: Reachable) -> None:
         self.reads: list[tuple[dict[Any, Any], Any, Any]] = []
+        self.classes: dict[tuple[type, str], None] = {}
+        self.functions: dict[FunctionType, None] = {}
+        self.settings: list[tuple[Callable[..., Any], Any]] = []
         self._reachable = reachable
         self._seen: set[int] = set()
 
@@ -45,6 +55,15 @@ class Outside:
             return result
 
         compiling._opcode_interpreter = interpreted
+        lookaside = compiling._fn_lookaside
+
+        def called(fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+            self._call(fn)
+            return lookaside(fn, *args, **kwargs)
+
+        compiling._fn_lookaside = called
+        traced = get_compile_data().fn
+        self._call(type(traced).forward if isinstance(traced, torch.nn.Module) else traced)
 
     def attribute(self, owner: Any, name: str) -> None:
         """Compare from now on what an object holds under a name, if it is a container or can be called.
@@ -52,12 +71,36 @@ class Outside:
         Numbers, strings and None are Thunder's to compare.
         """
         holder = owner.value
+        self.class_of(holder, name)
         if isinstance(holder, type) or holder is _ENVIRONMENT or not hasattr(holder, "__dict__"):
             return
         held = vars(holder).get(name, MISSING)
         mutable = isinstance(held, _CONTAINERS) or (callable(held) and not _is_torch(holder))
         if mutable and is_global(owner.provenance):
             self.reads.append((vars(holder), name, expected(held)))
+
+    def class_of(self, holder: Any, name: str) -> None:
+        """Compare from now on what a class has under a name, where an object's own dictionary has nothing."""
+        kind = holder if isinstance(holder, type) else type(holder)
+        if kind is not super and not isinstance(holder, ModuleType) and not _is_library(kind.__module__):
+            self.classes[kind, name] = None
+
+    def everything(self, owner: Any) -> None:
+        """Compare all attributes of an object from now on, their order included."""
+        holder = real(owner)
+        if not hasattr(holder, "__dict__") or isinstance(holder, (type, ModuleType)):
+            return
+        if holder in self._reachable or is_global(owner.provenance):
+            self.reads.append(({"": vars(holder)}, "", expected(vars(holder))))
+
+    def reread(self, fn: Any, *args: Any) -> None:
+        """Call ``fn``, which reads a setting, again on every call and compare what it gives."""
+        if not args:
+            self.settings.append((fn, fn()))
+
+    def _call(self, fn: Any) -> None:
+        if type(fn) is FunctionType and not _is_library(fn.__module__):
+            self.functions[fn] = None
 
     def environment(self, fn: Any, environment: Any, name: Any) -> None:
         """Compare a variable of the environment from now on."""
@@ -71,6 +114,11 @@ class Outside:
         if value not in self._reachable and id(value) not in self._reachable.members:
             self._seen.add(id(value))
             self.reads.append(({"": value}, "", expected(value)))
+
+
+def _is_library(module: Any) -> bool:
+    root = str(module).partition(".")[0]
+    return root in ("torch", "thunder", "thunder_xform") or (root != "__main__" and root in sys.stdlib_module_names)
 
 
 def _is_torch(holder: Any) -> bool:

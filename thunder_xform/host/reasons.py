@@ -51,6 +51,26 @@ _REASONS = tuple(
             _DECIDE,
         ),
         (
+            r"gradient transform for bound symbol.*?= (?:\w+\.)*(\w+)\(",
+            "The model calls {0} where a gradient flows, of which Thunder knows no derivative",
+            _OUTSIDE,
+        ),
+        (
+            r"(\w+)\(\) got an unexpected keyword argument '(\w+)'",
+            "The model calls {0} with {1}=, which Thunder does not know",
+            _OUTSIDE,
+        ),
+        (
+            r"(?:<function )?(\w+)[^<>]*> has inplace=True",
+            "The model calls {0} in place, which Thunder does not know",
+            "Pass inplace=False.",
+        ),
+        (
+            r"(\w+)\(\): argument '\w+' \(position \d+\) must be Tensor, not TensorProxy",
+            "The model calls {0}, which Thunder cannot compile",
+            _OUTSIDE,
+        ),
+        (
             r"registration for (numpy|tolist|item),|call (numpy|tolist)\b",
             "The model asks for numbers of a tensor by {0}(), which are only known when it runs",
             _DECIDE,

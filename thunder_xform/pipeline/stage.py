@@ -16,6 +16,7 @@ from thunder_xform.host.inputs import InputTable
 from thunder_xform.host.module import apply
 from thunder_xform.host.prologue import Prologue
 from thunder_xform.host.schedule import Schedule
+from thunder_xform.host.sparse import refuse_sparse_operators
 from thunder_xform.host.stamp import Stamp
 from thunder_xform.host.torch_gradients import with_torch_gradients
 from thunder_xform.host.types import ThunderModule, TraceCtx, TraceProvenance, Transform
@@ -53,7 +54,10 @@ class Stage(Transform):
         if index == 0:
             session.roots = self._find_model(prologue)
             if session.roots != ():
-                functions.observe(session)
+                given = prologue, computation, epilogue_trace
+                prologue, computation, epilogue_trace = seen = functions.observe(session, self, given)
+                if seen is not given:
+                    session.roots = functions.enter(session.module, prologue)
                 if refusal := session.watch.refusal():
                     raise refusal
                 stamp, read = session.watch.stamp()
@@ -111,6 +115,8 @@ class Stage(Transform):
         memory.take_over_marks(computation, table)
         if session.roots is None:
             table.notes.modules = session.modules.take(computation)
+        if session.groups:
+            refuse_sparse_operators(computation, table.notes)
         computation = without_writes(computation, table)
         prologue = with_argument_check(prologue, session.watch.answers.take())
         prologue = insert_guard(prologue, session.key.read)
