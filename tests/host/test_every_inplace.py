@@ -63,13 +63,13 @@ OTHERWISE = {"addmv_": lambda h, x: h[0].addmv_(x, x[0]), "baddbmm_": lambda h, 
 #: What no tensor with numbers of its own has.
 SPARSE = ("resize_as_sparse_", "sparse_resize_", "sparse_resize_and_clear_")
 #: Drawn as Thunder draws; and what eager PyTorch has no derivative of.
-NOT_COMPARED = ("exponential_", "igamma_", "igammac_", "nextafter_")
+NOT_COMPARED = ("exponential_", "floor_divide_", "igamma_", "igammac_", "nextafter_")
 NAMES = [n for n in dir(torch.Tensor) if n.endswith("_") and n[0] != "_" and n not in (*SPARSE, *NOT_COMPARED)]
-NO_DERIVATIVE = ("acosh_", "asinh_", "atanh_", "arccosh_", "arcsinh_", "arctanh_", "floor_divide_")
+NO_DERIVATIVE = ("acosh_", "asinh_", "atanh_", "arccosh_", "arcsinh_", "arctanh_")
 
 REFUSED_METHODS = """
 apply_ as_strided_ bernoulli_ cauchy_ detach_ fill_ fill_diagonal_ geometric_ heaviside_ index_add_ lerp_ log_normal_
-logical_and_ logical_not_ logical_or_ logical_xor_ map2_ map_ normal_ put_ random_ remainder_ requires_grad_ resize_
+logical_and_ logical_not_ logical_or_ logical_xor_ map2_ map_ normal_ random_ remainder_ requires_grad_ resize_
 resize_as_ round_ set_ share_memory_ squeeze_ swapaxes_ swapdims_ t_ transpose_ trunc_ uniform_ unsqueeze_
 """
 REFUSED = set(REFUSED_METHODS.split())
@@ -110,18 +110,17 @@ REFUSED_F |= {"celu_", "elu_", "leaky_relu_", "selu_"}
 
 
 class Table(nn.Module):
-    """A layer for each operator, so that each has gradients of its own; all are between 0 and 1."""
+    """A parameter for each operator, so that each has a gradient of its own; all numbers are between 0 and 1."""
 
     def __init__(self, functions):
         super().__init__()
         self.functions = functions
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in functions).double()
+        self.held = nn.ParameterList(torch.rand(3, 3).double() * 0.8 + 0.1 for _ in functions)
 
     def forward(self, x):
         results = []
-        for layer, function in zip(self.layers, self.functions, strict=True):
-            h = layer(x).sigmoid() * 0.8 + 0.1
-            result = function(h, x)
+        for held, function in zip(self.held, self.functions, strict=True):
+            result = function(held * 1, x)
             results.append((result, result * result))
         return results
 
@@ -145,7 +144,7 @@ def test_eagers_gradients():
     (mine, gradients), (theirs, right) = trained(compiled, x), trained(reference, x)
     for index, name in enumerate(named):
         torch.testing.assert_close(mine[index], theirs[index], equal_nan=True, msg=lambda t, n=name: f"{n}: {t}")
-        found, expected = gradients[2 * index : 2 * index + 2], right[2 * index : 2 * index + 2]
+        found, expected = gradients[index], right[index]
         torch.testing.assert_close(found, expected, equal_nan=True, msg=lambda t, n=name: f"gradients of {n}: {t}")
 
 

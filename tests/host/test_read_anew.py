@@ -199,6 +199,16 @@ REFUSED = {
     "file": (lambda s, x: x * len(open(__file__).name), reads("opens a file"), DRAW),  # noqa: SIM115
 }  # fmt: skip
 
+MADE = "Make it in __init__, or call the function of torch.nn.functional."
+for kind, make in {
+    "NLLLoss": lambda: torch.nn.NLLLoss(),
+    "LayerNorm": lambda: torch.nn.LayerNorm(4, elementwise_affine=False),
+    "Sequential": lambda: torch.nn.Sequential(torch.nn.ReLU()),
+    "ModuleList": lambda: torch.nn.ModuleList([torch.nn.ReLU()]),
+}.items():
+    what = f"makes a {kind}, which has buffers, parameters or parts,"
+    REFUSED[kind] = (lambda s, x, make=make: make()(x), reads(what), MADE)
+
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
@@ -208,6 +218,13 @@ def test_refused(case):
         model(torch.randn(2, 4))
     assert caught.value.problem.startswith(f"{problem} ({__file__}:")
     assert caught.value.remedy == remedy
+
+
+def test_a_module_without_state_may_be_made():
+    function = lambda s, x: torch.nn.Softmax(-1)(torch.nn.ReLU()(x))  # noqa: E731
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # which changes how modules are made
+    plain, x = Net(function), torch.randn(2, 4)
+    torch.testing.assert_close(thunder.jit(plain, transforms=pipeline_of(same=tx.Plugin(None)))(x), plain(x))
 
 
 def test_the_first_trace_of_a_function_is_judged_as_others_are():
