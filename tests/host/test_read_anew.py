@@ -199,15 +199,11 @@ REFUSED = {
     "file": (lambda s, x: x * len(open(__file__).name), reads("opens a file"), DRAW),  # noqa: SIM115
 }  # fmt: skip
 
-MADE = "Make it in __init__, or call the function of torch.nn.functional."
-for kind, make in {
-    "NLLLoss": lambda: torch.nn.NLLLoss(),
-    "LayerNorm": lambda: torch.nn.LayerNorm(4, elementwise_affine=False),
-    "Sequential": lambda: torch.nn.Sequential(torch.nn.ReLU()),
-    "ModuleList": lambda: torch.nn.ModuleList([torch.nn.ReLU()]),
-}.items():
-    what = f"makes a {kind}, which has buffers, parameters or parts,"
-    REFUSED[kind] = (lambda s, x, make=make: make()(x), reads(what), MADE)
+REFUSED["parts"] = (
+    lambda s, x: torch.nn.Sequential(s.part, torch.nn.ReLU())(x),
+    "The model makes a module with parts, or changes what it made, while it runs",
+    "Make it in __init__, or call the function of torch.nn.functional.",
+)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -54,8 +54,6 @@ _MUTATORS = {
 }
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type, FunctionType, torch.dtype, torch.device)
 _ELSEWHERE = "Keep it in a buffer that forward assigns, return it, or change it outside of forward."
-_MADE_BEFORE = "Make it in __init__, or call the function of torch.nn.functional."
-_REGISTER = (torch.nn.Module.register_buffer, torch.nn.Module.register_parameter, torch.nn.Module.add_module)
 #: methods of every module, of which only forward is what models override and users replace
 _MODULE_NAMES = frozenset(dir(torch.nn.Module)) - {"forward"} | {"training"}
 _TENSOR_STATE = ("data", "grad", "requires_grad")
@@ -130,7 +128,6 @@ class Watch:
             delattr: self._delete,
             object.__setattr__: lambda *_: None,
             torch.nn.Parameter: self._make_parameter,
-            **dict.fromkeys(_REGISTER, self._register),
             **dict.fromkeys((*unknown.lookasides(), checkpoint), lambda *_: None),
             **dict.fromkeys((vars, dir), self._read_all),
             **dict.fromkeys(rereadable(), lambda *call: self._outside.reread(*call)),
@@ -305,11 +302,6 @@ class Watch:
     def _delete(self, fn: Any, owner: Any, name: Any) -> None:
         if owner.value in self._reachable:
             self._refuse(f"deletes {self._path(owner.value, name.value)!r}")
-
-    def _register(self, fn: Any, module: Any, *args: Any) -> None:
-        if module.value not in self._reachable:
-            kind = type(module.value).__name__
-            self._refuse(f"makes a {kind}, which has buffers, parameters or parts,", _MADE_BEFORE)
 
     def _make_parameter(self, fn: Any, *args: Any) -> None:
         self._refuse("makes a parameter")

@@ -51,6 +51,11 @@ _REASONS = tuple(
             _DECIDE,
         ),
         (
+            r"Modifications of ProvenanceRecord",
+            "The model makes a module with parts, or changes what it made, while it runs",
+            "Make it in __init__, or call the function of torch.nn.functional.",
+        ),
+        (
             r"gradient transform for bound symbol.*?= (?:\w+\.)*(\w+)\(",
             "The model calls {0} where a gradient flows, of which Thunder knows no derivative",
             _OUTSIDE,
