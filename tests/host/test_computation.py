@@ -265,3 +265,31 @@ def test_edits_that_do_not_fit_are_refused_by_name(edit, message):
     compiled = thunder.jit(model, transforms=pipeline_of(bad=Bad(edit)))
     with pytest.raises(PipelineError, match=message):
         compiled(*inputs)
+
+
+def test_what_the_model_updates_in_place_is_not_restored():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+            self.register_buffer("calls", torch.zeros(2))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return self.layer(x) + self.calls
+
+    class Restoring(tx.Plugin):
+        @tx.hookimpl
+        def before_autograd(self, computation, ctx):
+            return computation.restore([(("calls",), lambda values: [values[0] * 2])])
+
+    plain = Counting()
+    model = thunder.jit(plain, transforms=pipeline_of(restoring=Restoring(None)))
+    with pytest.raises(tx.errors.XformError) as raised:
+        model(torch.ones(1, 2))
+    assert (
+        "Cannot restore 'calls': the model updates it in place, and the update would go into the restored copy."
+        in str(raised.value)
+    )
+    assert torch.equal(plain.calls, torch.zeros(2))
+    assert torch.equal(model.get_buffer("calls"), torch.zeros(2))

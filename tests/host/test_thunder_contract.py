@@ -536,3 +536,31 @@ def test_a_compiled_call_is_a_node_whose_backward_can_be_put_in_another():
     inner.compiled_backward = backward
     first.sum().backward()
     relied_on([g is None for g in given] == [False, True], "owed.py", "absent gradients of outputs arrive as None")
+
+
+def test_each_call_that_is_interpreted_is_looked_up_first():
+    """outside.py learns from it which functions a trace called."""
+    from thunder.core.interpreter import get_interpretercompilectx, make_opaque
+
+    seen = []
+
+    @make_opaque
+    def watch():
+        compiling = get_interpretercompilectx()
+        lookaside = compiling._fn_lookaside
+
+        def called(fn, /, *args, **kwargs):
+            seen.append(fn)
+            return lookaside(fn, *args, **kwargs)
+
+        compiling._fn_lookaside = called
+
+    def inner(x, by=2):
+        return x * by
+
+    def outer(x):
+        watch()
+        return inner(x)
+
+    thunder.jit(outer)(torch.ones(2))
+    assert inner in seen, "host/outside.py: functions are no longer looked up through _fn_lookaside"

@@ -79,7 +79,8 @@ class Stamp:
         inherited = dict(outside.classes)
         for owner, name, value in reads:
             own.append((vars(owner), name, value))
-            inherited[type(owner), name] = None
+            if name not in vars(owner) or hasattr(type(owner), name):
+                inherited[type(owner), name] = None
         self._dicts, self._names = [d for d, _, _ in own], [n for _, n, _ in own]
         self._values = [value for _, _, value in own]
         self._types = [type(held.get(name, MISSING)) for held, name, _ in own]
