@@ -199,11 +199,10 @@ REFUSED = {
     "file": (lambda s, x: x * len(open(__file__).name), reads("opens a file"), DRAW),  # noqa: SIM115
 }  # fmt: skip
 
-REFUSED["parts"] = (
-    lambda s, x: torch.nn.Sequential(s.part, torch.nn.ReLU())(x),
-    "The model makes a module with parts, or changes what it made, while it runs",
-    "Make it in __init__, or call the function of torch.nn.functional.",
-)
+MADE = "The model makes a module with parts or buffers, or changes what it made, while it runs"
+INSTEAD = "Make it in __init__, or call the function of torch.nn.functional."
+REFUSED["parts"] = (lambda s, x: torch.nn.Sequential(s.part, torch.nn.ReLU())(x), MADE, INSTEAD)
+REFUSED["buffers"] = (lambda s, x: torch.nn.NLLLoss()(x, torch.tensor([0, 1])), MADE, INSTEAD)
 
 
 @pytest.mark.parametrize("case", REFUSED)

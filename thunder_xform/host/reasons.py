@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
 
 _SHAPES = (
@@ -18,6 +19,8 @@ _PLAIN = (
 )
 _OUTPUTS = "Return tensors, numbers, strings, or tuples, lists, dicts and dataclasses of these."
 
+#: Thunder's function that writes down what a trace assigned
+_MODIFICATIONS = "process_recorded_modifications"
 _CASTS = {"boolean": "bool"}
 _OF_GRADIENTS = ("backward", "grad_fn", "requires_grad_", "retains_grad")
 
@@ -51,8 +54,8 @@ _REASONS = tuple(
             _DECIDE,
         ),
         (
-            r"Modifications of ProvenanceRecord",
-            "The model makes a module with parts, or changes what it made, while it runs",
+            r"^process_recorded_modifications",
+            "The model makes a module with parts or buffers, or changes what it made, while it runs",
             "Make it in __init__, or call the function of torch.nn.functional.",
         ),
         (
@@ -149,6 +152,9 @@ _REASONS = tuple(
 def reason(error: BaseException) -> tuple[str, str]:
     """What is wrong, without place and full stop, and what to do."""
     text = " ".join(f"{type(e).__name__} {e}" if i else str(e) for i, e in enumerate(_chain(error)))
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if _MODIFICATIONS in frames:  # where it says nothing, or nothing that a user could read
+        text = _MODIFICATIONS
     for pattern, problem, remedy in _REASONS:
         if found := pattern.search(text):
             words = [_CASTS.get(word, word) for word in found.groups() if word]
